@@ -1,4 +1,4 @@
-"""Methods of a bench, all with plain decoding's tokens; its runner, and tables of many at once."""
+"""Methods of a bench, all with plain decoding's tokens; its runner, and tables of batches."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def speculator() -> Speculator:
-    """Heads on layers 1 to 5, of which 2 and 4 are in use, beside a draft model of two layers.
+    """Heads on layers 1 to 5, of which 2 and 4 are in use, a draft model and a datastore.
 
-    And a datastore. All in float64, so that all methods write equal tokens.
+    The draft model has two layers. All are in float64, so that all methods write equal tokens.
     """
     found = wrap(
         make_model("llama", torch.float64),
@@ -64,7 +64,7 @@ def contenders(speculator: Speculator) -> list[Contender]:
 
 @pytest.fixture
 def bench(speculator: Speculator) -> Bench:
-    """A clock that ticks once a look."""
+    """A bench whose clock advances by 1 s at each reading."""
     options = BenchOptions(max_new_tokens=COUNT)
     return Bench(speculator=speculator, options=options, now=itertools.count(0.0, 1.0).__next__)
 
@@ -74,7 +74,7 @@ def broken(decode: Callable[..., Any]) -> Contender:
 
 
 def quiet(done: int, total: int, words: str) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 def measure(bench: Bench, contenders: list[Contender], path: Path) -> list[Answer]:
@@ -97,17 +97,17 @@ def test_all_methods_write_the_same_tokens_for_every_turn_by_the_clock(
             if label == "speculation":
                 assert all(count == seconds for count, seconds in run.arrivals)
             else:
-                assert run.arrivals == [(1, 1.0)] * COUNT  # a look at each token
-                assert run.seconds == COUNT + 1.0  # and one at the end
+                assert run.arrivals == [(1, 1.0)] * COUNT  # the clock is read at each token
+                assert run.seconds == COUNT + 1.0  # and once at the end
         assert answer.runs["hugging-face"].counts == {}  # only our runtime counts
         assert answer.runs["plain"].counts["drafted_by_layer"] == {}
     assert any(answer.runs["speculation"].counts["drafted_by_layer"] for answer in answers)
 
 
-def test_an_end_token_ends_plain_decoding_and_no_other_method(
+def test_only_plain_decodings_end_token_sets_the_length_for_all_methods(
     bench: Bench, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A method whose text parts from plain decoding's may meet one earlier."""
+    """A method whose text differs from plain decoding's may write an end token earlier."""
     ids = text.encode(bench.speculator.tokenizer, "a b c")
     plain = bench.speculator.generate(ids, max_new_tokens=COUNT, speculate=False).token_ids
     config: Any = bench.speculator.model.generation_config
@@ -155,7 +155,7 @@ def test_the_seed_sets_the_order(bench: Bench, contenders: list[Contender], tmp_
 def test_texts_of_lossy_methods_are_judged_up_to_their_own_end(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under a rule that keeps every draft; the reference belongs to a question's last turn."""
+    """The rule keeps every draft; the reference belongs to a question's last turn."""
     speculator = bench.speculator
     loose = {"acceptance": "cm-asd:top_beta=100,tolerance=100", "exit": {"threshold": 1e-6}}
     monkeypatch.setattr(speculator, "options", speculator.options.updated(loose))
@@ -180,11 +180,11 @@ def test_texts_of_lossy_methods_are_judged_up_to_their_own_end(
     assert found.log_likelihood == results.log_likelihood(model, ids, own[: found.tokens])
     assert found.plain_log_likelihood == results.log_likelihood(model, ids, plain)
     assert (found.reference, later.reference) == (None, "a b")
-    assert sum(count for count, _ in first.runs["cm-asd"].arrivals) == COUNT  # the timed one
+    assert sum(count for count, _ in first.runs["cm-asd"].arrivals) == COUNT  # the timed text
     assert results.read(path) == [first, second]
 
 
-def test_texts_of_all_methods_are_judged_once_where_that_is_asked_for(
+def test_texts_of_all_methods_are_judged_once_on_request(
     bench: Bench, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = replace(bench.options, quality=True, repeats=2)
@@ -196,14 +196,14 @@ def test_texts_of_all_methods_are_judged_once_where_that_is_asked_for(
         for run in answer.runs.values():
             assert (run.quality is not None) == (answer.repeat == 1)
             assert run.quality is None or run.quality.first_divergence is None
-    monkeypatch.setattr("selfspec.eval.results.edit_distance", fails)  # of some not at all
+    monkeypatch.setattr("selfspec.eval.results.edit_distance", fails)  # no text can be judged now
     lossy = replace(contenders[-1], lossy=True)
     answer, *_ = bench.measure(QUESTIONS[:1], [contenders[1], lossy], tmp_path / "again", quiet)
     assert answer.runs["speculation"].error == "RuntimeError: out of luck"
     assert answer.runs["plain"].error is None
 
 
-# --- what goes wrong
+# --- failures
 
 
 def fails(*_: Any) -> Written:
@@ -239,11 +239,11 @@ def test_a_bad_prompt_is_noted(bench: Bench, contenders: list[Contender], tmp_pa
     assert path.read_text() == before
 
 
-def test_a_broken_run_goes_on(bench: Bench, contenders: list[Contender], tmp_path: Path) -> None:
+def test_a_broken_run_resumes(bench: Bench, contenders: list[Contender], tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     whole = measure(bench, contenders, tmp_path)
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:2]) + lines[2][:40])  # killed in the second turn of the second
+    path.write_text("".join(lines[:2]) + lines[2][:40])  # killed in question two's second turn
     again = measure(bench, contenders, tmp_path)
     assert [answer.key for answer in again] == [answer.key for answer in whole]
     assert again[:2] == whole[:2]
@@ -251,7 +251,7 @@ def test_a_broken_run_goes_on(bench: Bench, contenders: list[Contender], tmp_pat
     assert measure(bench, [broken(fails)], tmp_path) == again  # nothing is left to measure
 
 
-# --- which settings, on which questions
+# --- choice of settings and of questions
 
 
 def test_the_fastest_setting_that_did_not_fail_is_chosen() -> None:
@@ -269,7 +269,7 @@ def test_the_fastest_setting_that_did_not_fail_is_chosen() -> None:
     assert (found["m"].label, found["m"].setting) == ("m", {"of": "b"})
     assert found["plain"].label == "plain"
     assert methods.best_of(grid, [])["m"].setting == {"of": "a"}
-    # where each failed once: over the prompt that both answered
+    # each failed once: the prompt that both answered decides
     no, times = Run(error="no"), [(None, 9.0), (1.0, None), (4.0, 3.0)]
     tried = [
         {
@@ -293,13 +293,13 @@ def test_settings_are_chosen_on_questions_that_are_not_reported() -> None:
         methods.split(suite[:1], BenchOptions(), tuning=True)
 
 
-# --- many at once
+# --- batches
 
 
-def test_continuous_batching_gets_the_memory_that_its_texts_need(
+def test_continuous_batching_gets_only_the_memory_that_its_texts_need(
     bare: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Left to itself transformers takes and clears nearly all that is free, for each batch."""
+    """By default transformers allocates and clears nearly all free memory for each batch."""
     model: Any = bare.model
     blocks, ours = [], model.generate_batch
 
@@ -319,7 +319,7 @@ def test_a_model_without_continuous_batching_is_refused_and_not_measured() -> No
         continuous(other, [random_ids(3)], COUNT, 1)
 
 
-def test_answers_of_all_methods_end_where_a_template_ends_turns(bare: Speculator) -> None:
+def test_answers_of_all_methods_end_at_the_templates_end_of_turn(bare: Speculator) -> None:
     own = copy.copy(bare)
     own.tokenizer = make_tokenizer()
     (token,) = own.generate("a b c", max_new_tokens=3).token_ids[2:]
@@ -344,7 +344,7 @@ def test_loads_of_a_killed_run_are_kept(speculator: Speculator, tmp_path: Path) 
     kept = load("plain", 2, 0, 50.0)
     files.append(path, json.dumps(asdict(kept)))
     with path.open("a") as file:
-        file.write('{"method": "pl')  # killed meanwhile
+        file.write('{"method": "pl')  # killed while writing
     assert begun([1, 2]) == [kept]
     options, both = BenchOptions(max_new_tokens=2, repeats=1), ("plain", "default")
     again = measured(speculator, QUESTIONS, (1, 2), both, options, [kept])
@@ -355,10 +355,10 @@ def test_loads_of_a_killed_run_are_kept(speculator: Speculator, tmp_path: Path) 
     assert begun([1], overwrite=True) == []
 
 
-# --- looks at a clock
+# --- times of arrival, and tables
 
 
-def test_arrivals_of_our_runtime_are_put_together_by_round() -> None:
+def test_arrivals_of_our_runtime_are_grouped_by_round() -> None:
     no: dict[str, Any] = {key: [] for key in ("draft_tokens", "exit_layers", "sources", "kept")}
     rounds = [Round(tokens=[0] * count, ended="off", **no) for count in (1, 2, 1)]
     heard = [(1, 2.0), (1, 3.0), (1, 3.25), (1, 5.0)]
@@ -368,7 +368,7 @@ def test_arrivals_of_our_runtime_are_put_together_by_round() -> None:
 
 
 def load(method: str, texts: int, repeat: int, rate: float, **more: object) -> Load:
-    """`rate` tokens per second behind the prompts, half as many with them."""
+    """A load of `rate` tokens per second without the prompts, and half as many with them."""
     found: Any = {"seconds": 2.0, "tokens": int(rate), "steps_s": 1.0, "steps_tokens": int(rate)}
     return Load(method=method, texts=texts, repeat=repeat, **found | {"same": 3} | more)
 
@@ -392,18 +392,18 @@ def test_a_table_has_medians_and_a_ratio_to_plain_by_repeat() -> None:
         ("plain", "4", "1200", "200.0", "400.0", ""),
         ("default", "1", "450", "75.0", "150.0", "1.50 (1.50 to 1.50)"),
         ("default", "4", "1800", "300.0", "600.0", "1.50 (1.50 to 1.50)"),
-    )  # and no gaps, which nobody measured
+    )  # gaps were not measured: no columns
     names = ("method", "texts", "tokens", "tokens/s", "behind prompts", "against plain (95 %)")
     assert rows_of(loads) == [dict(zip(names, row, strict=True)) | waits for row in expected]
 
 
-def test_what_was_not_measured_stays_empty() -> None:
+def test_cells_without_a_measurement_stay_empty() -> None:
     unseen = load("hugging-face-continuous", 2, 0, 10, steps_tokens=0, gaps_s=[])
     plain, other = rows_of([load("plain", 1, 0, 10, gaps_s=[0.5, 0.1, 0.2], same=2), unseen])
     assert (plain["behind prompts"], other["behind prompts"]) == ("10.0", "")
     assert (plain["gaps, ms: p50"], plain["gaps, ms: p95"]) == ("200.0", "470.0")
     assert other["gaps, ms: p50"] == ""
-    assert "against plain (95 %)" not in plain  # measured once, there is no interval
+    assert "against plain (95 %)" not in plain  # one measurement gives no interval
 
 
 @pytest.mark.parametrize("steps", [0, 30])
@@ -459,7 +459,7 @@ def test_every_method_writes_the_same(speculator: Speculator, plain: list[int], 
         assert not entry.own_text
 
 
-def test_medusa_verifies_its_tree_or_what_pays(speculator: Speculator, plain: list[int]) -> None:
+def test_medusa_verifies_its_tree_or_part_of_it(speculator: Speculator, plain: list[int]) -> None:
     own = wrap(speculator.model, heads=ladder.medusa_heads(speculator.backbone))
     whole, cut = (written(own, "medusa", number) for number in range(2))
     assert whole.token_ids == cut.token_ids == plain
@@ -487,10 +487,10 @@ def test_methods_with_own_texts_say_so(speculator: Speculator, plain: list[int],
     assert found.token_ids != plain
     assert found.stats is not None
     assert found.stats.lossless == (name not in LOSSY)
-    assert written(wavering, name).token_ids == found.token_ids  # drawn ones too: they are seeded
+    assert written(wavering, name).token_ids == found.token_ids  # sampled ones too: they are seeded
 
 
-def test_lossy_options_and_sweeps_are_marked_plain_decoding_not(speculator: Speculator) -> None:
+def test_lossy_options_and_sweeps_are_marked_but_not_plain_decoding(speculator: Speculator) -> None:
     loose = moved(speculator, acceptance="cm-asd")
     names = ["plain", "hugging-face", "speculation", "ngram"]
     assert [grid(loose, name)[0].lossy for name in names] == [False, False, True, True]
@@ -499,7 +499,7 @@ def test_lossy_options_and_sweeps_are_marked_plain_decoding_not(speculator: Spec
     assert [entry.setting.get("do_sample") for entry in entries] == [None, None, True]
 
 
-def test_the_model_is_as_before_after_an_error_within_an_early_exit(speculator: Speculator) -> None:
+def test_the_model_is_restored_after_an_error_within_an_early_exit(speculator: Speculator) -> None:
     model: Any = speculator.model
     config = model.generation_config
 
@@ -528,7 +528,7 @@ def test_the_model_is_as_before_after_an_error_within_an_early_exit(speculator: 
         ("self-sd", True, {}, "are unknown for this model"),
     ],
 )
-def test_a_method_that_is_not_to_be_had_says_what_to_do(
+def test_an_unavailable_method_says_what_to_do(
     speculator: Speculator, bare: Speculator, name: str, without: bool, options: Any, reason: str
 ) -> None:
     with pytest.raises(InvalidOption, match=reason):
@@ -548,12 +548,12 @@ def test_methods_with_drafts_need_heads_or_a_draft_model(bare: Speculator) -> No
     assert drafters == [f"draft-model:max_tokens={count}" for count in (1, 4)]
 
 
-def test_a_method_drafts_with_what_it_names(speculator: Speculator) -> None:
+def test_a_method_uses_the_drafter_that_it_names(speculator: Speculator) -> None:
     for name, source in (("draft-model", "draft-model"), ("speculation", "exit"), ("rest", "rest")):
         assert {one for e in written(speculator, name).rounds for one in e.sources} == {source}
 
 
-def test_self_sd_leaves_out_what_was_found(speculator: Speculator, bare: Speculator) -> None:
+def test_self_sd_skips_the_layers_that_were_found(speculator: Speculator, bare: Speculator) -> None:
     assert grid(speculator, "self-sd")[0].setting["drafter"] == "skip:skipped=3"
     known = copy.copy(bare)
     known.label = next(iter(methods.SKIPPED))
@@ -562,7 +562,7 @@ def test_self_sd_leaves_out_what_was_found(speculator: Speculator, bare: Specula
 
 
 def test_ablations_change_one_thing(speculator: Speculator) -> None:
-    """Without a depth bound all layers are in use, each with the nearest threshold."""
+    """Without a depth bound all layers are in use, each with the threshold of the nearest one."""
     bounded = moved(speculator, exit={"max_depth": 2})
     deep = "max_depth=none,layers=1/2/3/4/5,threshold=0.04/0.04/0.04/0.06/0.06"
     for name, changed in (("no-annealing", "anneal_strength=0"), ("no-depth-bound", deep)):
@@ -580,15 +580,15 @@ def test_without_a_width_bound_no_round_ends_because_of_its_width(speculator: Sp
     ("name", "costs", "source"),
     [("no-value-rule", "row=1/0.9", "ngram"), ("no-never-slower", "head=9", "exit")],
 )
-def test_rules_stop_dear_drafts(speculator: Speculator, name: str, costs: str, source: str) -> None:
+def test_rules_limit_the_drafts(speculator: Speculator, name: str, costs: str, source: str) -> None:
     dear = moved(speculator, costs=costs)
     every = [written(dear, method).stats for method in ("ngram+exit", name)]
     ruled, free = (stats.drafted_by_source[source] for stats in every if stats)
     assert ruled < free
 
 
-def test_schedules_of_peers_keep_their_rules(speculator: Speculator) -> None:
-    """A fixed exit always leaves there, thresholds know no bound, one exit stops where unsure."""
+def test_baseline_schedules_keep_their_rules(speculator: Speculator) -> None:
+    """A fixed exit uses its layer only; thresholds have no bound; one exit stops if unsure."""
     fixed = [speculator.options.updated(one.setting).exit for one in grid(speculator, "fixed-exit")]
     assert [setting.layers for setting in fixed[::3]] == [(1,), (3,), (5,)]
     for number, setting in enumerate(fixed):
@@ -602,7 +602,7 @@ def test_schedules_of_peers_keep_their_rules(speculator: Speculator) -> None:
     assert "depth" in {entry.ended for entry in written(speculator, "one-exit", 2).rounds[1:]}
 
 
-def test_a_sweep_moves_one_option_whatever_the_defaults(speculator: Speculator) -> None:
+def test_a_sweep_changes_one_option_from_any_defaults(speculator: Speculator) -> None:
     settings = moves("exit.threshold=0.3") | moves("exit.layers=4/5")
     labels = ["speculation(exit.threshold=0.3)", "speculation(exit.layers=4/5)"]
     for changes in ({"exit": {"threshold": 0.1}}, {"drafter": "ngram+exit"}):

@@ -1,4 +1,4 @@
-"""What is measured on, what a bench found, figures by hand, its folder, pictures and the report."""
+"""Suites, answers, figures worked by hand, a run's folder, pictures and the report."""
 
 from __future__ import annotations
 
@@ -78,19 +78,19 @@ def summary() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        (("all", "overall", "fast", "over_plain", "ratio"), 16 / 14),  # turns are summed up
+        (("all", "overall", "fast", "over_plain", "ratio"), 16 / 14),  # turns are added up
         (("all", "overall", "fast", "over_plain", "prompts"), 3),
         (("all", "overall", "fast", "over_plain", "worst"), 8 / 10),
         (("all", "math", "fast", "over_plain", "ratio"), 2.0),
         (("all", "overall", "plain", "over_plain", "ratio"), 1.0),
-        (("all", "overall", "fast", "over_hugging-face"), None),  # it was not measured
+        (("all", "overall", "fast", "over_hugging-face"), None),  # not measured
         (("loop_share",), {"math": 0.0, "chat": 1 / 3, "overall": 0.25}),
         (("without_loops", "overall", "fast", "over_plain", "ratio"), 12 / 12),
         (("without_loops", "chat", "fast", "answers"), 2),
         (("all", "overall", "fast", "compression_rate"), 12 / 4),
         (("all", "overall", "fast", "acceptance_rate"), 6 / 9),
         (("all", "overall", "plain", "acceptance_rate"), None),
-        (("all", "overall", "fast", "worst_by_costs"), 1.0),  # nothing was drafted in a turn
+        (("all", "overall", "fast", "worst_by_costs"), 1.0),  # one turn drafted nothing
         (("all", "math", "fast", "worst_by_costs"), 1.5),
         (("all", "overall", "plain", "worst_by_costs"), None),
         (("acceptance", "fast", "by_layer"), {"2": [3, 3], "4": [6, 3]}),
@@ -111,12 +111,12 @@ def test_figures_by_hand(summary: dict[str, Any], place: tuple[str, ...], expect
     assert not [table for table in tables(summary) if "Hugging Face" in table.title]
 
 
-def test_a_failed_run_is_left_out_for_both_and_reported_as_is_another_text() -> None:
+def test_a_failed_run_is_left_out_for_both_and_reported_like_a_differing_text() -> None:
     broken = answer("q4", runs={"plain": PLAIN, "fast": Run(error="ValueError: no")})
     unmeasured = Answer(id="q5", task="QA", turn=1, repeat=1, error="too long")
     odd = answer("q6", runs={"fast": Run(seconds=1.0, arrivals=[(4, 1.0)])})
     found = summarise([*ANSWERS, broken, unmeasured, odd], METHODS)
-    alone = summarise([odd], METHODS)["all"]["overall"]["fast"]  # no pass but the prompt's
+    alone = summarise([odd], METHODS)["all"]["overall"]["fast"]  # only the prompt's pass
     assert alone["compression_rate"] is None
     assert found["all"]["overall"]["fast"]["over_plain"]["prompts"] == 3
     assert found["all"]["overall"]["plain"]["over_plain"]["prompts"] == 4
@@ -128,7 +128,7 @@ def test_a_failed_run_is_left_out_for_both_and_reported_as_is_another_text() -> 
     assert report.seconds_by_prompt(frame_of([broken]), "fast", "plain").empty
 
 
-def test_groups_keep_spec_benchs_order_and_nothing_measured_gives_no_figures() -> None:
+def test_groups_keep_spec_benchs_order_and_no_measurement_gives_no_figures() -> None:
     frame = frame_of([answer(task="law"), answer(task="QA"), answer(task="math")])
     found = report.by_task(frame, len)
     assert list(found.items()) == [("math", 2), ("QA", 2), ("law", 2), ("overall", 6)]
@@ -161,7 +161,7 @@ LOSSY = METHODS | {"fast": METHODS["fast"] | {"lossy": True}}
 
 @pytest.fixture
 def judged() -> dict[str, Any]:
-    """One answer of two was looked at."""
+    """A summary in which one answer of two was judged."""
     fast = replace(FAST, quality=TEXT)
     pair = [answer("q1", runs={"plain": PLAIN, "fast": fast}), answer("q2", "chat")]
     return summarise(pair, LOSSY)
@@ -194,7 +194,7 @@ def test_the_first_table_is_laid_out_as_the_papers(summary: dict[str, Any]) -> N
     text = report.markdown(table).splitlines()
     assert text[0].startswith("## Tokens per verification (CR) and speed-up (SD) over plain")
     assert text[2].count("|") == text[3].count("|") == text[4].count("|") == 9
-    # settings, and what they were chosen from, are in the last
+    # the last table has the settings and the candidates
     plain, fast = rows_of(tables(summary)[-1])
     assert plain == ["plain", "by hand", "", ""]
     assert fast[2:] == ["speed=2, exit_layers=[4, 20]", "fast(speed=1), fast(speed=2)"]
@@ -207,9 +207,9 @@ def test_the_first_table_is_laid_out_as_the_papers(summary: dict[str, Any]) -> N
 RECORD: dict[str, Any] = {"run": {"limit": 2, "methods": ["plain"]}, "machine": {"threads": 1}}
 
 
-def test_a_run_without_its_tables_is_gone_on_with(summary: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_without_its_tables_is_not_finished(summary: dict[str, Any], tmp_path: Path) -> None:
     report.begin_results(tmp_path, RECORD)
-    (tmp_path / "table.md").mkdir()  # as a full disk, it takes no file
+    (tmp_path / "table.md").mkdir()  # no file can be written there, as on a full disk
     with pytest.raises(CannotWrite):
         report.write_results(tmp_path, summary)
     assert not (tmp_path / report.SUMMARY).exists()
@@ -219,7 +219,7 @@ def test_starting_over_removes_what_a_bench_writes_and_nothing_else(tmp_path: Pa
     (tmp_path / "notes.txt").write_text("mine")
     report.check_results(tmp_path, overwrite=False)
     report.begin_results(tmp_path, RECORD)
-    report.check_results(tmp_path, overwrite=False)  # not finished: to go on with
+    report.check_results(tmp_path, overwrite=False)  # not finished: it can be resumed
     for name in report.FILES[1:]:
         (tmp_path / name).write_text("old")
     with pytest.raises(InvalidOption, match=r"holds results\. Give --overwrite"):
@@ -233,8 +233,8 @@ def test_starting_over_removes_what_a_bench_writes_and_nothing_else(tmp_path: Pa
             report.check_results(tmp_path, overwrite=overwrite)
 
 
-def test_going_on_is_refused_where_anything_was_asked_otherwise(tmp_path: Path) -> None:
-    for _ in range(2):  # nothing was there: as good as a start
+def test_resuming_is_refused_if_any_setting_differs(tmp_path: Path) -> None:
+    for _ in range(2):  # a run without answers may begin again
         report.begin_results(tmp_path, RECORD)
     with pytest.raises(InvalidOption, match="was begun with threads 1, not 2"):
         report.begin_results(tmp_path, {**RECORD, "machine": {"threads": 2}})
@@ -288,7 +288,7 @@ def finished(swept: dict[str, Any]) -> Results:
 def test_the_chart_holds_all_methods_but_no_sweep(swept: dict[str, Any]) -> None:
     found = {label: gain["ratio"] for label, gain in report.gains_of(swept)[1].items()}
     assert found == {"plain": 1.0, "speculation": 2.0, "no-width-bound": 0.8}
-    rows = rows_of(report.acceptance_table(swept))  # in percent of what was drafted
+    rows = rows_of(report.acceptance_table(swept))  # in percent of drafted tokens
     assert [row[0] for row in rows] == [*SECONDS][1:]
     assert rows[0][1:] == ["2: 75%, 10: 0%", "1: 60%"]
 
@@ -330,7 +330,7 @@ def test_the_command_writes_a_page_with_every_table_and_chart(
     assert "<p>Failed: q4, turn 1: too long</p>" in page
     for table in tables(finished.summary):
         assert page.count(f"<h3>{table.title}</h3>") == 2
-    # it stands alone and is escaped
+    # the page is self-contained and escaped
     sources = re.findall(r'src="(.{0,30})', page)
     assert len(sources) == 2
     assert all(source.startswith("data:image/png;base64,") for source in sources)
@@ -341,7 +341,7 @@ def test_the_command_writes_a_page_with_every_table_and_chart(
     assert main([*command, "--overwrite"]) == 0
 
 
-def test_results_that_lack_something_are_named(finished: Results) -> None:
+def test_incomplete_results_are_named(finished: Results) -> None:
     nothing = {**finished.summary, "methods": {"plain": {}}}
     for broken in (finished._replace(run={"run": 1}), finished._replace(summary=nothing)):
         with pytest.raises(InvalidData, match="the results first lack what a report shows"):
@@ -418,7 +418,7 @@ def test_a_broken_line_is_named_with_its_reason(tmp_path: Path, second: str, rea
 # --- the file of answers
 
 
-def test_answers_come_back_as_they_were_written_but_for_a_half_written_line(tmp_path: Path) -> None:
+def test_answers_are_read_back_unchanged_except_for_a_half_written_line(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     results.drop_unfinished(path)
     assert results.read(path) == []
@@ -448,18 +448,18 @@ def test_speed_up_is_the_ratio_of_total_times_not_the_mean_of_ratios() -> None:
     assert found.prompts == 3
 
 
-def test_an_interval_is_of_pairs_that_stay_together_and_its_seed_repeats_it() -> None:
+def test_an_interval_resamples_pairs_and_its_seed_repeats_it() -> None:
     # each prompt takes the first method exactly twice as long, however long that is
     above, below = [2.0, 40.0, 6.0, 800.0], [1.0, 20.0, 3.0, 400.0]
     assert results.ratio_interval(above, below) == (2.0, 2.0)
-    # of the pairs drawn a quarter is twice the first, a quarter twice the second prompt
+    # a quarter of the samples holds the first prompt twice, a quarter the second one
     assert results.ratio_interval([3.0, 1.0], [1.0, 1.0]) == (1.0, 3.0)
     values = [1.0, 2.0, 4.0, 3.0, 1.5], [1.0, 1.1, 1.3, 2.0, 0.7]
     assert results.ratio_interval(*values, seed=1) == results.ratio_interval(*values, seed=1)
     assert results.ratio_interval(*values, seed=1) != results.ratio_interval(*values, seed=2)
 
 
-def test_repeated_share_counts_n_grams_that_were_there_before() -> None:
+def test_repeated_share_counts_n_grams_that_occurred_before() -> None:
     # 8-grams of a text with period 2: two distinct ones among five
     assert results.repeated_share([1, 2] * 6) == 1 - 2 / 5
     assert results.repeated_share(list(range(20))) == 0.0
@@ -475,16 +475,16 @@ def test_repeated_share_counts_n_grams_that_were_there_before() -> None:
         ("123", "123", None, 0),
         ("193", "123", 1, 1),
         ("923", "123", 0, 1),
-        ("12", "123", 2, 1),  # it ends early
+        ("12", "123", 2, 1),  # the text ends early
         ("123", "12", 2, 1),
         ("", "", None, 0),
         ("", "abc", 0, 3),
-        ("kitten", "sitting", 0, 3),  # the textbook's: two replacements and an insertion
+        ("kitten", "sitting", 0, 3),  # the textbook example: two replacements and an insertion
         ("sunday", "saturday", 1, 3),
         ("abcd", "bcda", 0, 2),  # moved, not replaced four times
     ],
 )
-def test_a_text_parts_behind_equal_tokens_and_is_so_many_edits_away(
+def test_first_divergence_and_edit_distance_of_texts(
     found: str, expected: str, index: int | None, distance: int
 ) -> None:
     tokens = [*map(ord, found)], [*map(ord, expected)]
@@ -493,7 +493,7 @@ def test_a_text_parts_behind_equal_tokens_and_is_so_many_edits_away(
 
 
 def test_bleu_of_a_word_is_100_and_rouge_l_the_f1_of_the_longest_common_subsequence() -> None:
-    assert results.bleu(["Paris"], ["Paris"]) == pytest.approx(100.0)  # though it holds no 4-gram
+    assert results.bleu(["Paris"], ["Paris"]) == pytest.approx(100.0)  # although it has no 4-gram
     # "the cat on mat": 4 of its 5 words, 4 of 6 of the reference
     f1 = 2 * (4 / 5) * (4 / 6) / (4 / 5 + 4 / 6)
     found = results.rouge_l(["the big cat on mat", WORDS], [WORDS, WORDS])
@@ -510,7 +510,7 @@ def test_log_likelihood_is_the_sum_over_the_answers_tokens(model: PreTrainedMode
     assert results.log_likelihood(model, ids, tokens) == pytest.approx(expected, abs=1e-5)
 
 
-def test_summary_weighs_tokens_not_answers_and_references_where_there_are_any() -> None:
+def test_a_summary_weighs_by_tokens_and_uses_references_if_any() -> None:
     other = replace(OTHER, tokens=2, plain_tokens=4, log_likelihood=-4.0)
     assert quality_summary([SAME, other]) == pytest.approx(
         {

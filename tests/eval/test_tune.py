@@ -1,4 +1,4 @@
-"""The choice of a setting by timed answers: who answers what, who is kept, what is promised."""
+"""Choice of a setting by timed answers: the prompts, the race of settings, and the promise."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SETTINGS: list[Options] = [{"drafter": f"ngram:size={size}"} for size in range(1
 
 
 def unseen(done: int, total: int, words: str) -> None:
-    """Nobody looks."""
+    """Ignore progress."""
 
 
 class Stopwatches:
-    """Answers take as long as is said: by setting, or by setting and prompt; plain ones 10 s."""
+    """Answers with given seconds, by setting or by setting and prompt; plain ones take 10 s."""
 
     def __init__(self, seconds: dict[Any, float], usual: float = 10.0) -> None:
         self.seconds, self.usual = seconds, usual
@@ -41,14 +41,14 @@ class Stopwatches:
         return Timed(seconds, 12, rounds)
 
 
-def test_the_faster_third_answers_more_and_others_judge() -> None:
+def test_the_faster_third_answers_more_and_other_prompts_judge() -> None:
     watches = Stopwatches({"1": 4.0, "2": 5.0, "3": 6.0, ("1", 11): 20.0})
     shown: list[tuple[int, int]] = []
     found = raced(SETTINGS, 12, watches, lambda done, of, _: shown.append((done, of)))
     assert found.options == {"speculate": True, **SETTINGS[0]}
     assert found.compression_rate == 2.0
     assert (found.settings, found.prompts, found.objective) == (9, 12, "speed")
-    # prompts 0, 2, .. choose, two by two; 1, 3, .. judge, one of which is slow
+    # prompts 0, 2, .. choose, two per stage; 1, 3, .. judge, and one of them is slow
     first, raced_by = watches.asked[:12], watches.asked[12:]
     assert first == [(number, "plain") for number in range(12)]
     assert len({*raced_by}) == len(raced_by)
@@ -61,18 +61,18 @@ def test_the_faster_third_answers_more_and_others_judge() -> None:
     assert shown == sorted(shown)
     assert shown[-1] == (12, 12)
     orders = [[name for n, name in raced_by if n == number] for number in (0, 2)]
-    assert orders[0] != orders[1], "each prompt has an order of its own"
+    assert orders[0] != orders[1], "each prompt has its own order"
     assert "expect 1.50 x plain decoding" in found.sentence()
 
 
-def test_what_was_fast_once_has_to_stay_fast() -> None:
-    """All answers of a setting count, also those of the stages before."""
+def test_a_setting_must_stay_fast() -> None:
+    """All answers of a setting count, also those of earlier stages."""
     lucky: dict[Any, float] = {("1", 0): 1.0, ("1", 2): 1.0, "1": 12.0, "2": 5.0}
     found = raced(SETTINGS, 12, Stopwatches(lucky), unseen)
     assert found.options["drafter"] == "ngram:size=2"
 
 
-def test_a_text_that_ends_early_is_not_faster_for_it() -> None:
+def test_ending_early_does_not_count_as_faster() -> None:
     def ask(_number: int, options: Options) -> Timed:
         size = options["drafter"][-1] if options != PLAIN else ""
         return {"": Timed(6.0, 60, 60), "1": Timed(4.0, 60, 30), "2": Timed(1.0, 8, 8)}[size]
@@ -81,14 +81,14 @@ def test_a_text_that_ends_early_is_not_faster_for_it() -> None:
     assert (found.options["drafter"], found.speed_up) == ("ngram:size=1", 1.5)
 
 
-def test_latency_takes_the_setting_that_leaves_hardly_any_prompt_slower() -> None:
+def test_latency_chooses_the_setting_with_the_fewest_slower_prompts() -> None:
     uneven = {"1": 2.0, ("1", 0): 15.0, "2": 8.0}
     assert raced(SETTINGS, 12, Stopwatches(uneven), unseen).options["drafter"][-1] == "1"
     found = raced(SETTINGS, 12, Stopwatches(uneven), unseen, "latency")
     assert (found.options["drafter"][-1], found.objective) == ("2", "latency")
 
 
-def test_where_nothing_pays_drafting_is_switched_off() -> None:
+def test_drafting_is_switched_off_if_nothing_pays() -> None:
     found = raced(SETTINGS, 4, Stopwatches({}, usual=12.5), unseen)
     assert found.options == PLAIN
     assert not found.options["speculate"]
@@ -96,7 +96,7 @@ def test_where_nothing_pays_drafting_is_switched_off() -> None:
     assert "0.80 x" in found.sentence()
 
 
-def test_answers_of_one_token_say_nothing() -> None:
+def test_answers_of_one_token_are_ignored() -> None:
     silent: dict[Any, float] = {(name, n): 0.0 for name in ("plain", *"12") for n in (0, 1)}
     watches = Stopwatches(silent | {"2": 5.0})
     found = raced(SETTINGS[:2], 4, watches, unseen, "latency")
@@ -108,7 +108,7 @@ def test_answers_of_one_token_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", ["translator", "deep-fused-0", None])
-def test_candidates_are_what_this_model_can_draft_with(kind: str | None) -> None:
+def test_candidates_are_the_drafters_that_this_model_can_use(kind: str | None) -> None:
     speculator = wrap(make_model("llama"), make_tokenizer()) if kind is None else skilled(kind)
     found = [*candidates(speculator)]
     assert len({str(one) for one in found}) == len(found)
@@ -129,7 +129,7 @@ def test_candidates_are_what_this_model_can_draft_with(kind: str | None) -> None
     for one in options:
         heads.layers_in_use(one)
     rows = {one.costs.row for one in options}
-    assert len(rows) == 2, "measured here, and built in"
+    assert len(rows) == 2, "measured costs and built-in costs"
     assert SpeculationOptions().costs.row in rows
 
 
@@ -152,7 +152,7 @@ def test_real_answers_are_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     SpeculationOptions().updated(found.options)
 
 
-def test_a_base_model_is_asked_plain_text() -> None:
+def test_a_base_model_gets_plain_text() -> None:
     speculator = wrap(make_model("llama"), make_tokenizer())
     speculator.tokenizer.chat_template = None  # type: ignore[union-attr]  # there is one
     assert tune(speculator, ["a b", "b a"], unseen, new_tokens=3).prompts == 2

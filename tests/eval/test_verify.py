@@ -1,4 +1,4 @@
-"""`selfspec verify`: every rung on tiny models, and what makes one fail."""
+"""`selfspec verify`: every rung on tiny models, and bugs that make a rung fail."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rung(number: int, subject: Subject) -> Rung:
     return list(RUNGS.values())[number - 1](subject)
 
 
-def test_texts_are_compared_beyond_the_end_that_a_template_has_for_turns() -> None:
+def test_texts_are_compared_beyond_the_templates_end_of_turn() -> None:
     speculator = speculator_of(make_model("llama"))
     (said,) = speculator.generate(random_ids(9, 1), max_new_tokens=4).token_ids[3:]
     speculator.turn_end = TurnEnd(token=said)
@@ -55,7 +55,7 @@ def test_texts_are_compared_beyond_the_end_that_a_template_has_for_turns() -> No
     assert compared.partings == []
 
 
-def test_questions_that_a_model_has_no_positions_for_are_left_out() -> None:
+def test_questions_longer_than_the_models_context_are_left_out() -> None:
     speculator = speculator_of(make_model("gpt2"))
     turns: Any = {"5": (random_ids(5, 1),), "5000": (random_ids(5000, 1),)}
     asked = [Question(id=name, task="t", turns=turn) for name, turn in turns.items()]
@@ -99,7 +99,7 @@ def test_a_model_without_heads_is_verified_with_scripted_drafts(drafter: str) ->
     assert "4 kinds of drafts" in second.found
 
 
-def test_the_models_settings_count(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_settings_apply(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
     without = subject_of(speculator, 10).compared.texts
     monkeypatch.setattr(speculator.model.generation_config, "repetition_penalty", 1.8)
     subject = subject_of(speculator, 10)
@@ -116,15 +116,15 @@ def test_a_planted_bug_fails_a_rung(mutant: Mutant, monkeypatch: pytest.MonkeyPa
     assert any(rung.outcome == "failed" for _, rung in climb(subject))
 
 
-def test_tokens_that_logits_did_not_choose_fail_rung_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_against_the_logits_fail_rung_two(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of(speculator_of(make_model("llama")), 6)
-    every_draft_stays(monkeypatch)  # the row that judges a wrong draft is right, bit for bit
+    every_draft_stays(monkeypatch)  # logits of the judging row stay right, bit for bit
     second = rung(2, subject)
     assert second.outcome == "failed"
     assert "though its logits are equal" in second.found
 
 
-def test_what_is_skipped_says_why(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_rung_says_why(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
     why = "3 of 8 positions changed bits"
     monkeypatch.setattr("selfspec.decoding.measure.why_unpinned", lambda *_, **__: why)
     unprobed = speculator_of(speculator.model)
@@ -139,7 +139,7 @@ def test_what_is_skipped_says_why(speculator: Speculator, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("gap", "outcome"), [(0.2, "passed"), (0.201, "failed")])
-def test_near_partings_are_forgiven(speculator: Speculator, gap: float, outcome: str) -> None:
+def test_near_ties_may_differ(speculator: Speculator, gap: float, outcome: str) -> None:
     subject = subject_of(speculator)
     parting = verify.Parting(case="prompt 1", drafts="wrong", position=7, margin=gap)
     subject.compared = Comparison([[[1], [2]]], [parting], noise=0.1)
@@ -159,7 +159,7 @@ def test_a_token_far_below_the_best_fails_the_fifth_rung() -> None:
 
 
 @needs_compiler
-def test_a_text_with_rows_of_another_fails_rung_seven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_text_fail_rung_seven(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of(speculator_of(make_model("llama"), executor="fused"))
     right = Target.part
 
@@ -168,7 +168,7 @@ def test_a_text_with_rows_of_another_fails_rung_seven(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Target, "part", first)
     found = [rung.outcome for _, rung in climb(subject)]
-    assert found == ["passed"] * 4 + ["skipped", "passed", "failed"]  # no other rung has batches
+    assert found == ["passed"] * 4 + ["skipped", "passed", "failed"]  # only rung 7 has batches
 
 
 def test_verdict_is_one_sentence() -> None:
@@ -181,7 +181,7 @@ def test_verdict_is_one_sentence() -> None:
         assert verify.verdict(found).startswith(words)
 
 
-# --- one row, one result: however a text is cut into passes, on the fused executor
+# --- one row, one result, in any split of a text into passes, on the fused executor
 
 LLAMA = {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "num_hidden_layers": 4}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_neox")
@@ -202,7 +202,7 @@ def test_a_row_has_one_result(family: str, dtype: torch.dtype) -> None:
 
 
 @needs_compiler
-def test_a_kept_half_and_wrong_drafts_are_really_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ways_run_wrong_drafts_and_keep_half(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, ids = wrapped("llama", executor="fused"), random_ids(20)[0]
     logits_of(backbone, ids, Way([20], branch=True))  # the first tree is checked
     rows = noted(monkeypatch, FusedExecutor, "run", lambda _, hidden, *__: len(hidden))
@@ -219,7 +219,7 @@ def test_a_kept_half_and_wrong_drafts_are_really_there(monkeypatch: pytest.Monke
 
 
 @needs_compiler
-def test_a_product_that_looks_at_its_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_depends_on_its_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     fused, exact, ids = wrapped("llama", executor="fused"), FusedExecutor.unembed, random_ids(80)[0]
 
     def odd(self: FusedExecutor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,7 +233,7 @@ def test_a_product_that_looks_at_its_rows_is_found(monkeypatch: pytest.MonkeyPat
     assert not differ["pieces of 500"]
 
 
-# --- what they compare
+# --- comparisons
 
 
 def test_bits_differ_where_values_may_not() -> None:
@@ -248,12 +248,12 @@ def test_bits_differ_where_values_may_not() -> None:
     assert bits.first == "there, position 3: 2 of 2 logits, by up to 1"
 
 
-def test_margin_is_what_their_scores_prefer_their_token_by() -> None:
+def test_margin_is_the_difference_of_their_scores() -> None:
     scores = torch.tensor([[1.0, 5.0, 2.0], [0.0, 4.0, 3.5]])
     assert verify.margin(scores, [1, 1], [1, 2], at=1) == 0.5
-    # ours ended: no pair of tokens to compare
+    # our text ended: no pair of tokens to compare
     assert verify.margin(scores, [1, 1], [1], at=1) == 5.0
-    # what processors forbid is no difference
+    # forbidden tokens are no difference
     found, expected = torch.tensor([1.0, -torch.inf, 2.0]), torch.tensor([1.5, -torch.inf, 2.0])
     assert verify.largest_difference(found, expected) == 0.5
 

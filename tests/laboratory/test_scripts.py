@@ -1,6 +1,6 @@
-"""Scripts of eval/ on a tiny model: they run, and what they compute is right.
+"""Scripts of eval/ on a tiny model: they run, and their results are right.
 
-Among them the documents' experiments, end to end.
+The experiments of the documentation are among them, end to end.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Its folder; no test writes there."""
+    """Folder of a tiny model; no test writes to it."""
     return str(save_tiny(tmp_path_factory.mktemp("laboratory") / "model"))
 
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> str:
-    """Eight of them, in a file."""
+    """A file of eight prompts."""
     words = [" ".join(f"{number:03b}".replace("0", "a").replace("1", "b")) for number in range(8)]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in words))
     return str(path)
 
 
-def test_a_record_says_how_it_was_made_without_this_machines_folders(
+def test_a_record_holds_its_command_without_this_machines_folders(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "x.py"), "--model", str(tmp_path / "m b")])
@@ -80,7 +80,7 @@ def test_a_record_says_how_it_was_made_without_this_machines_folders(
     assert lab.command() == "python x.py --model 'm b'"
 
 
-def test_agreement_is_counted_by_kind_and_place(
+def test_agreement_is_counted_by_kind_and_position(
     tiny_model: str, prompts: str, tmp_path: Path
 ) -> None:
     loaded, _, files = load_model(tiny_model, dtype="float32")
@@ -101,7 +101,7 @@ def test_agreement_is_counted_by_kind_and_place(
 
 
 @LINUX
-def test_peaks_of_loading_are_those_of_the_kernel(
+def test_peaks_of_memory_are_read_from_the_kernel(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "apart", lambda work, *given: work(*given))
@@ -143,7 +143,7 @@ def test_a_family_whose_text_differs_is_wrong_and_not_exact(
 
 
 class Fake:
-    """Answers with as many seconds as it is told, and with a part of its own for one prompt."""
+    """A version that answers in `seconds`; for the prompt `odd`, its `part` differs."""
 
     def __init__(self, seconds: float, odd: str = "", part: str = "") -> None:
         self.seconds, self.odd, self.part = seconds, odd, part
@@ -157,7 +157,7 @@ class Fake:
         return answer | own
 
 
-def test_every_prompt_is_asked_plainly_and_with_drafts_of_both() -> None:
+def test_both_versions_answer_every_prompt_with_and_without_drafts() -> None:
     versions = [Fake(2.0), Fake(1.0)]
     found = two_versions.answers([one.ask for one in versions], ["a", "bc"], 7)
     assert list(zip(found.prompt, found.way, strict=True)) == [
@@ -173,7 +173,7 @@ def test_every_prompt_is_asked_plainly_and_with_drafts_of_both() -> None:
 
 
 @pytest.mark.parametrize("part", ["ids", "logits", "counts"])
-def test_what_differs_is_named(part: str) -> None:
+def test_differing_parts_are_named(part: str) -> None:
     found = two_versions.answers([Fake(1.0).ask, Fake(1.0, "bc", part).ask], ["a", "bc"], 7)
     assert list(found.differ) == ["", "", part, part]
     unlike = [("plain", part, "bc"), ("default", part, "bc")]
@@ -239,7 +239,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_all_ways_answer_in_turns(tmp_path: Path) -> None:
+def test_all_methods_answer_in_turn(tmp_path: Path) -> None:
     questions, out = tmp_path / "questions.jsonl", tmp_path / "results"
     questions.write_text('{"prompt": "two words", "task": "chat"}\n' * 2, encoding="utf-8")
     compare.main(
@@ -272,7 +272,7 @@ def test_all_ways_answer_in_turns(tmp_path: Path) -> None:
     assert "| numbers, chain " in page
 
 
-def test_words_that_mean_nothing_are_named(tmp_path: Path) -> None:
+def test_invalid_arguments_are_named(tmp_path: Path) -> None:
     for text in ("ngram", "=ngram", "a=", "plain=ngram"):
         with pytest.raises(InvalidOption, match="is not NAME=DRAFTER"):
             compare.named_settings([text])
@@ -286,7 +286,7 @@ def test_words_that_mean_nothing_are_named(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_who_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_program_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match="Give --openvino"):
         compare.main(tmp_path, int4=tmp_path)
     nowhere = str(tmp_path / "python")
@@ -295,7 +295,7 @@ def test_who_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_passes_of_all_are_timed(tmp_path: Path) -> None:
+def test_passes_of_all_programs_are_timed(tmp_path: Path) -> None:
     files: dict[str, Any] = {"output": tmp_path / "passes", "model": tmp_path / "it.gguf"}
     micro.passes(python=sys.executable, rows="1,3", in_front=20, threads=1, repeats=1, **files)
     found = json.loads((tmp_path / "passes/summary.json").read_text())
@@ -308,7 +308,7 @@ def test_passes_of_all_are_timed(tmp_path: Path) -> None:
 
 
 def run(command: Any, output: Path, **options: Any) -> dict[str, Any]:
-    """The summary; the page is printed."""
+    """Run a command and return its summary; the command prints the page."""
     command(output=output, **options)
     found: dict[str, Any] = json.loads((output / "summary.json").read_text())
     assert found["command"].startswith("python ")
@@ -328,7 +328,7 @@ def run(command: Any, output: Path, **options: Any) -> dict[str, Any]:
     ],
     ids=["split", "prompts"],
 )
-def test_every_thing_is_timed_by_rows(
+def test_every_part_is_timed_by_rows(
     tiny_model: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -346,7 +346,7 @@ def test_every_thing_is_timed_by_rows(
     assert (tmp_path / "table.md").read_text().count("\n| ") >= 3
 
 
-def test_brackets_say_what_they_are_shares_of() -> None:
+def test_brackets_show_shares_of_the_reference() -> None:
     seconds = {"all layers": {1: 0.003, 4: 0.006}, "unembedding": {1: 0.001, 4: 0.002}}
     lines = micro.as_table("part", seconds, {1: 0.004, 4: 0.008}).splitlines()
     assert lines[0] == "| part | 1 | 4 |"
@@ -379,7 +379,7 @@ def test_rates_are_bytes_and_operations_over_time(
 
 
 @needs_compiler
-def test_a_kernel_that_takes_long_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_kernel_is_not_timed_at_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = (32, 16, torch.float32, (1, 2), 0, Clock(micro.CPU, 1))
     assert {name: [*found] for name, found in micro.one_layer(*asked).items()} == {
         "ours": [1, 2],
@@ -402,12 +402,12 @@ def test_drafts_at_other_sizes_are_simulated_from_rows(tiny_model: str, tmp_path
     assert "simulated" in (tmp_path / "table.md").read_text()
 
 
-def test_the_page_of_costs_has_what_is_reckoned(tmp_path: Path) -> None:
+def test_the_page_of_costs_has_the_computed_tables(tmp_path: Path) -> None:
     gains = run(costs.main, tmp_path)["gains"]
     page = (costs.RESULTS.parents[1] / "docs/guides/costs.md").read_text(encoding="utf-8")
     lines = (tmp_path / "table.md").read_text(encoding="utf-8").splitlines()
     assert not [line for line in lines if line.startswith("| ") and line not in page]
-    # where policies were timed the formula holds within 16 %
+    # the formula is within 16 % of the policies that were timed
     for policy, measured in gains["135M, measured"].items():
         assert gains["135M"][policy] == pytest.approx(measured, rel=0.16), policy
     assert costs.chance_of(sum(0.6**place for place in range(8))) == pytest.approx(0.6, abs=1e-3)
@@ -441,7 +441,7 @@ def test_every_step_runs_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "adapted" / "heads" / "model.safetensors").exists()
 
 
-def test_what_fails_hangs_or_no_longer_fits_is_recorded_and_the_others_run(tmp_path: Path) -> None:
+def test_steps_that_fail_hang_or_no_longer_fit_are_recorded_and_others_run(tmp_path: Path) -> None:
     def breaks(_: Hour, found: dict[str, Any], **_more: str) -> None:
         found["half"] = 1
         raise ValueError("no such kernel\nwith more to say")
@@ -469,7 +469,7 @@ def test_what_fails_hangs_or_no_longer_fits_is_recorded_and_the_others_run(tmp_p
     assert broken["trace"][-1].endswith(" breaks")
 
 
-def test_without_the_model_weights_are_random_and_the_result_says_why(
+def test_without_a_model_file_weights_are_random_and_the_label_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SHAPES, gpu_hour.DEFAULT, Shape(32, 64, 2, 4, 2, 96, 64))
@@ -482,14 +482,14 @@ def test_without_the_model_weights_are_random_and_the_result_says_why(
 # --- Self-SD: which layers drafts leave out
 
 
-def test_rounds_end_behind_an_unsure_draft_and_go_on_behind_the_first_wrong_one() -> None:
+def test_rounds_end_after_an_unsure_draft_and_continue_after_the_first_wrong_one() -> None:
     right = [True, True, False, True, True, True, True]
     assert self_sd.rounds(right, [0.9] * 7) == [(7, 2), (4, 4)]
     assert self_sd.rounds(right, [0.9, 0.7, 0.9, 0.9, 0.9, 0.9, 0.9]) == [(2, 2), (4, 4)]
     assert self_sd.rounds([True] * 12, [0.9] * 12) == [(8, 8), (3, 3)]
 
 
-def test_the_search_leaves_out_more_layers_while_it_notes_what_drafts_come_to(
+def test_the_search_skips_more_layers_and_records_speed_and_cost(
     prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = wrap(make_model("llama", torch.float64, vocab_size=10), make_tokenizer())
@@ -535,13 +535,13 @@ def test_layers_that_add_nothing_change_no_bit(family: str, dtype: torch.dtype) 
     assert len({layer.mlp.gate_proj.weight.data_ptr() for layer in layers}) == 6 + 9
     assert layers[-1].mlp.gate_proj.weight.any()
     assert torch.equal(logits(base), before)
-    with torch.no_grad():  # a shorter one answers what the lens reads there
+    with torch.no_grad():  # a shorter model gives the logit lens's logits
         hidden = base(IDS, output_hidden_states=True).hidden_states[4]
         expected = base.get_output_embeddings()(base.get_decoder().norm(hidden))
     assert torch.equal(logits(early_model(base, 4, 2)), expected)
 
 
-def test_a_model_that_cannot_be_made_early_is_refused() -> None:
+def test_a_model_without_an_early_variant_is_refused() -> None:
     odd = make_model("llama")
     with pytest.raises(InvalidOption, match="7 layers asked for, the model has 6"):
         early_model(odd, 7, 1)
@@ -551,7 +551,7 @@ def test_a_model_that_cannot_be_made_early_is_refused() -> None:
         early_model(odd, 6, 1)
 
 
-def test_a_head_is_wrong_as_often_as_it_is_dialled() -> None:
+def test_a_dialled_head_is_wrong_at_the_set_rate() -> None:
     states = torch.randn(4000, 32, generator=torch.Generator().manual_seed(4))  # [4000, d]
     unembedding = wrapped("llama").unembedding
     vocabulary = DraftVocabulary.of(unembedding, None)
@@ -563,7 +563,7 @@ def test_a_head_is_wrong_as_often_as_it_is_dialled() -> None:
         assert wrong == pytest.approx(share, abs=0.03)  # four standard deviations
 
 
-def test_a_round_commits_what_stays_and_costs_plain_steps() -> None:
+def test_expected_tokens_and_the_cost_of_a_round() -> None:
     assert lab.expected_tokens(0.8, 6) == pytest.approx((1 - 0.8**7) / (1 - 0.8))
     assert lab.expected_tokens(1.0, 3) == 4
     assert round_cost(4, 0.25, rows=5, head=0.01) == pytest.approx(5 * 0.25 + 0.75 + 0.04)
@@ -572,7 +572,7 @@ def test_a_round_commits_what_stays_and_costs_plain_steps() -> None:
 def test_points_are_ratios_of_totals_of_medians() -> None:
     dial = Dial(2, 0.1)
     plain = [1] * 10
-    kept = [3, 1, 3, 2, 1]  # tokens of each round; behind nine of ten there is room for none
+    kept = [3, 1, 3, 2, 1]  # tokens of each round; after nine of ten no draft fits
 
     def run(tokens: list[int], seconds: float, equal: bool = True) -> Run:
         heard = [(1, 9.0), *((count, seconds / len(tokens)) for count in tokens)]
