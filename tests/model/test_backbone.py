@@ -1,4 +1,4 @@
-"""The decoder cut open gives the bits of the whole; what cannot be cut or run is refused."""
+"""The decoder in segments gives the bits of the whole; unsupported models are refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ ON_TWO_DEVICES: list[tuple[str, Callable[[Backbone], Any] | str, dict[str, Any]]
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_a_model_spread_over_two_devices_writes_the_same_texts(attn: str, tmp_path: Path) -> None:
-    """One layer waits in main memory, one on disk."""
+    """One layer is in main memory, one on disk."""
     ids, sizes = random_ids(12), dict[str, Any](tie_word_embeddings=False)
     plain = wrap(
         make_model("llama", attn=attn, **sizes), heads="none", drafter="none", executor="generic"
@@ -94,7 +94,7 @@ def test_a_model_spread_over_two_devices_writes_the_same_texts(attn: str, tmp_pa
         assert found.stats.drafted > 0, drafter
 
 
-def test_wrapping_and_generating_leave_the_model_as_it_was() -> None:
+def test_wrapping_and_generating_leave_the_model_unchanged() -> None:
     model = make_model("llama").train()
     model.get_submodule("model.layers.1").eval()
     modes = [module.training for module in model.modules()]
@@ -109,14 +109,14 @@ def test_wrapping_and_generating_leave_the_model_as_it_was() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_weight_that_is_no_number_is_named() -> None:
+def test_a_nan_weight_is_named() -> None:
     model: Any = make_model("llama")
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(UnsupportedModel, match="gives NaN at layer 2: a weight is damaged"):
         Backbone(model)
 
 
-def test_dropout_is_run_by_no_executor() -> None:
+def test_no_executor_runs_dropout() -> None:
     model = make_model("llama", attention_dropout=0.5).train()
     with pytest.raises(InvalidOption, match="dropout makes passes random"):
         Backbone(model, executor="generic")
@@ -126,7 +126,7 @@ def test_dropout_is_run_by_no_executor() -> None:
 @pytest.mark.parametrize(
     ("first", "where"), [(0, "layer 1 by up to [0-9]"), (200, "layer 1 after 246 positions by")]
 )
-def test_a_decoder_that_does_more_near_or_far_is_refused(first: int, where: str) -> None:
+def test_a_decoder_with_extra_steps_near_or_far_is_refused(first: int, where: str) -> None:
     model: Any = make_model("llama")
     whole, embed = model.model.forward, model.model.embed_tokens
 
@@ -144,7 +144,7 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": usual | more | {"rope_type": kind}}
 
 
-def test_rope_of_fixed_frequencies_is_run() -> None:
+def test_rope_with_fixed_frequencies_runs() -> None:
     llama3 = rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
     same_as_the_model(make_model("llama", **llama3), drafter="ngram")
 
@@ -152,7 +152,7 @@ def test_rope_of_fixed_frequencies_is_run() -> None:
 # --- a decoder's parts under any family's names
 
 
-def test_positions_end_where_they_are_a_table_and_not_where_they_are_rotated() -> None:
+def test_positions_are_limited_by_a_table_but_not_by_rotations() -> None:
     families = ("llama", "gpt_neox", "llama4", "gpt2", "opt", "gptj")
     limits = {family: Decoder(make_model(family)).parts.position_limit for family in families}
     assert limits == dict.fromkeys(families) | dict.fromkeys(families[3:], models.MAX_POSITIONS)
@@ -204,7 +204,7 @@ CHANGES: list[tuple[Callable[[Any], None], str]] = [
     (lambda m: delattr(m.transformer, "wte"), "has no embedding named embed_tokens"),
     (lambda m: delattr(m.transformer, "h"), "has no list of layers named layers, h"),
     (lambda m: setitem(m.transformer.h, 0, Scaled()), "has layers that take attention_scaling"),
-    # hidden states in, hidden states out
+    # a layer without a KV cache
     (lambda m: setitem(m.transformer.h, 0, nn.Linear(16, 16)), "that take no keys and values"),
     (
         lambda m: m.transformer.h[0].compile(backend="eager"),
@@ -219,17 +219,17 @@ REFUSED += [(partial(gpt2, change), words) for change, words in CHANGES]
 
 
 @pytest.mark.parametrize(("made", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_what_cannot_run_is_refused_with_its_reason(made: Callable[[], Any], words: str) -> None:
+def test_unsupported_models_are_refused_with_a_reason(made: Callable[[], Any], words: str) -> None:
     model = made()
     with pytest.raises(UnsupportedModel, match=words):
         Backbone(model)
 
 
-# --- what another executor cannot run, the model's own modules do
+# --- the model's own modules run where another executor cannot
 
 
 def same_as_the_model(model: Any, **options: Any) -> Backbone:
-    """The backbone of `model`, whose answer is Hugging Face's."""
+    """Check that the answer of `model` is Hugging Face's; return its backbone."""
     speculator, ids = wrap(model, **options), random_ids(9)
     found = speculator.generate(ids, max_new_tokens=12).token_ids
     expected = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
@@ -249,7 +249,7 @@ FAILURES: list[tuple[Any, str, Any, str]] = [
         "logits come out",
     ),
 ]
-"""What breaks: an error, or what is done in its place; and what is said."""
+"""The function that breaks, an error or a replacement, and the words of the reason."""
 
 
 @needs_compiler
@@ -269,13 +269,13 @@ def test_any_failure_of_compiled_code_leaves_the_models_own_modules(
 
 
 class Hidden(Tensor):
-    """Weights that say they are a tensor and cannot be joined, as quantised ones."""
+    """Weights that look like a tensor but cannot be joined, like quantised ones."""
 
     @classmethod
     def __torch_function__(cls, called: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if called in (torch.cat, torch.stack, Tensor.__getitem__):
             raise NotImplementedError(f"{called} of hidden weights")
-        with torch._C.DisableTorchFunctionSubclass():  # what is computed from it is plain
+        with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
             found = called(*args, **kwargs or {})
         itself = Tensor.detach, Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor
         return found.as_subclass(cls) if called in itself else found
@@ -285,7 +285,7 @@ def hide(layer: Any) -> None:
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Hidden), requires_grad=False)
 
 
-def test_weights_of_another_kind_run_as_they_are() -> None:
+def test_weights_of_another_type_run_unpacked() -> None:
     model: Any = make_model("llama", tie_word_embeddings=False)
     for layer in model.model.layers:
         hide(layer.mlp.up_proj)
@@ -312,7 +312,7 @@ def test_layers_that_cannot_run_in_inference_mode_run_without_it() -> None:
     same_as_the_model(model, drafter="ngram")
 
 
-def test_an_unembedding_of_another_dtype_behind_a_hook_runs() -> None:
+def test_an_unembedding_of_another_dtype_with_a_hook_runs() -> None:
     model: Any = make_model("llama", torch.bfloat16, tie_word_embeddings=False)
     model.lm_head.float()
     model.lm_head.register_forward_pre_hook(lambda _, args: (args[0].float(),))
@@ -321,7 +321,7 @@ def test_an_unembedding_of_another_dtype_behind_a_hook_runs() -> None:
 
 
 @pytest.mark.parametrize("part", ["lm_head", "model.norm"])
-def test_heads_are_refused_where_what_they_read_is_offloaded(part: str) -> None:
+def test_heads_are_refused_if_their_inputs_are_offloaded(part: str) -> None:
     model: Any = make_model("llama", tie_word_embeddings=False)
     cpu_offload(model.get_submodule(part), execution_device=torch.device("cpu"))
     what = "lm_head's weight" if part == "lm_head" else "the final norm"
@@ -347,8 +347,8 @@ def test_a_compiled_model_runs_uncompiled_and_stays_compiled(how: str) -> None:
     assert model.generate(ids, custom_generate=loop, max_new_tokens=6)[0, 9:].tolist() == found
 
 
-def test_tokens_of_the_models_own_are_refused_by_name() -> None:
-    """Prompt tuning puts vectors of its own in front of the text."""
+def test_models_with_extra_tokens_are_refused_by_name() -> None:
+    """Prompt tuning puts its own vectors before the text."""
     model: Any = make_model("llama")
     whole = model.forward
 

@@ -1,4 +1,4 @@
-"""An executor takes layers only if its numbers agree near and far; rows that mix are found."""
+"""Executors run only layers whose results agree at near and far positions; mixing is found."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.models import make_model, needs_compiler, random_ids
 
 
 class Doubling(nn.Linear):
-    """A linear layer of another kind."""
+    """A linear layer of another class."""
 
 
 class Gated(LlamaMLP):
-    """More than its parts say, and nothing unless a number is large."""
+    """An MLP that also doubles its result, but only if an input is large."""
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = super().forward(x)
@@ -41,7 +41,7 @@ class Gated(LlamaMLP):
 
 
 def branches(self: Any, x: Tensor) -> Tensor:
-    """As a patch of a class: the same numbers but for inputs that no check has."""
+    """A patch for a class: results differ only for inputs that no check has."""
     return Gated.forward(self, x)
 
 
@@ -90,7 +90,7 @@ CHANGES: list[tuple[Callable[[Any], object], str]] = [
 
 @needs_compiler
 @pytest.mark.parametrize(("change", "found"), CHANGES)
-def test_what_numbers_may_hide_is_refused(change: Callable[[Any], object], found: str) -> None:
+def test_hidden_changes_are_refused(change: Callable[[Any], object], found: str) -> None:
     model: Any = make_model("llama")
     FusedExecutor(parts_of(model), model.lm_head)
     change(model)
@@ -99,7 +99,7 @@ def test_what_numbers_may_hide_is_refused(change: Callable[[Any], object], found
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_classes_whose_code_is_anothers_are_not_taken(
+def test_classes_with_foreign_code_are_not_accepted(
     model: Any, monkeypatch: pytest.MonkeyPatch, *, wrapped: bool
 ) -> None:
     CudaGraphExecutor(parts_of(model), model.lm_head)
@@ -121,7 +121,7 @@ def test_hooks_of_all_modules_count(model: Any) -> None:
 
 
 @needs_compiler
-def test_an_executor_that_errs_far_away_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_wrong_at_far_positions_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Rotations.at
 
     def far(self: Any, rows: Tensor, spans: Sequence[Span], offset: int) -> list[Tensor]:
@@ -135,7 +135,7 @@ def test_an_executor_that_errs_far_away_is_not_chosen(monkeypatch: pytest.Monkey
 
 
 @needs_compiler
-def test_a_window_that_is_wrong_by_one_is_found_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_is_wrong_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("mistral", sliding_window=100)
     Backbone(model, executor="fused")
     wrong = {"window": 101}
@@ -144,7 +144,7 @@ def test_a_window_that_is_wrong_by_one_is_found_behind_it(monkeypatch: pytest.Mo
         Backbone(model, executor="fused")
 
 
-def test_far_places_are_those_that_the_config_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_far_positions_come_from_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     rope = {"original_max_position_embeddings": 64.0, "factor": 8.0, "rope_theta": 10000.0}
     fields = {"sliding_window": 100, "rope_parameters": {"full_attention": rope}, "max_length": 20}
     fields |= {"num_hidden_layers": 30, "max_window_layers": 28, "is_position": True}
@@ -157,7 +157,7 @@ def test_far_places_are_those_that_the_config_names(monkeypatch: pytest.MonkeyPa
     Backbone(make_model("mistral", sliding_window=100), executor="cuda-graph")
 
 
-# --- rows of a pass that change each other: such a model gets no drafts
+# --- rows of a pass that change each other: the model gets no drafts
 
 
 class OneScale(nn.Linear):
@@ -190,14 +190,14 @@ MIXED: dict[str, tuple[str, torch.dtype]] = {
 
 
 @pytest.mark.parametrize("where", MIXED)
-def test_one_scale_for_all_rows_is_found_where_it_is(where: str) -> None:
+def test_one_scale_for_all_rows_is_found_in_any_part(where: str) -> None:
     assert str(Backbone(quantised(OneScale, *MIXED[where])).mixing).startswith(f"{where}, by ")
     assert Backbone(quantised(OwnScale, *MIXED[where])).mixing is None
 
 
-@pytest.mark.filterwarnings("ignore")  # torch has it no longer in view of torchao
+@pytest.mark.filterwarnings("ignore")  # torch deprecates it in favour of torchao
 def test_such_a_model_gets_no_drafts_and_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
-    """By torch's own dynamic quantisation, which has one scale for the activations of a pass."""
+    """torch's dynamic quantisation has one scale for the activations of a pass."""
     model: Any = make_model("llama")
     ids = random_ids(9)
     torch.ao.quantization.quantize_dynamic(model, {"model.layers.3.mlp.down_proj"}, inplace=True)
@@ -212,17 +212,17 @@ def test_such_a_model_gets_no_drafts_and_is_told_why(caplog: pytest.LogCaptureFi
     assert answer.token_ids == expected[0, 9:].tolist()
     assert set(planted(speculator, speculator.options, [1, 2])) == {"no"}
     plain = speculator.generate(ids, max_new_tokens=4, speculate=False)
-    assert plain.stats.drafts_refused is None  # none were asked for
+    assert plain.stats.drafts_refused is None  # no drafts requested
 
 
-def test_masks_of_other_kinds_know_no_siblings() -> None:
+def test_other_attention_masks_do_not_support_siblings() -> None:
     backbone = Backbone(make_model("llama"), executor="generic")
-    backbone.config._attn_implementation = "flex_attention"  # by whose kernel the process ended
+    backbone.config._attn_implementation = "flex_attention"  # its kernel killed the process
     assert not backbone.runs_trees
 
 
 def test_float16_drafts_only_where_bits_are_pinned(caplog: pytest.LogCaptureFixture) -> None:
-    """A seed whose text drafts changed."""
+    """With this seed drafts changed the text."""
     speculator = wrap(make_model("llama", torch.float16), heads="logit-lens")
     ids, options = random_ids(9, seed=5), dict[str, Any](max_new_tokens=40)
     eager: dict[str, Any] = {"drafter": "exit:threshold=0.01", "never_slower": False}
@@ -239,7 +239,7 @@ def test_float16_drafts_only_where_bits_are_pinned(caplog: pytest.LogCaptureFixt
     assert answer.token_ids == speculator.generate(ids, **options, speculate=False).token_ids
 
 
-# --- hooks and code that mind how many rows a pass has
+# --- hooks and code that depend on the number of rows of a pass
 
 
 def steered(found: Tensor, rows: slice) -> Tensor:
@@ -258,7 +258,7 @@ BY_COUNT: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("place", ["model.layers.1", "lm_head"])
 @pytest.mark.parametrize("kind", BY_COUNT)
-def test_steering_by_place_gets_no_drafts(kind: str, place: str) -> None:
+def test_steering_by_row_position_gets_no_drafts(kind: str, place: str) -> None:
     model: Any = make_model("llama", tie_word_embeddings=False)
     model.get_submodule(place).register_forward_hook(lambda _, __, out: BY_COUNT[kind](out))
     ids = random_ids(5).repeat(1, 3)
@@ -283,14 +283,14 @@ ABOVE: list[tuple[Callable[[Any], object], str]] = [
 
 
 def once(_module: object, _args: object, out: Any) -> Any:
-    """Acts on passes of one row alone."""
+    """A hook that changes only passes of one row."""
     if out.logits.shape[1] == 1:
         out["logits"] = out.logits.roll(1, -1)
     return out
 
 
 @pytest.mark.parametrize(("change", "found"), ABOVE)
-def test_what_acts_above_the_layers_on_one_row_is_refused(
+def test_hooks_above_the_layers_on_one_row_are_refused(
     change: Callable[[Any], object], found: str
 ) -> None:
     model: Any = make_model("llama")

@@ -1,4 +1,4 @@
-"""Libraries of C++: made here once, or brought by the wheel where they fit; and their threads."""
+"""C++ libraries: compiled here once, or taken from the wheel if they fit; and their threads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ needs_a_fitting_target = pytest.mark.skipif(
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A C++ file whose `answer` is the macro NUMBER; nothing was compiled or said so far."""
+    """A C++ file whose `answer` is the macro NUMBER; nothing is compiled or logged yet."""
     weights._log_once.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "kernels" / "answer.cpp"
@@ -57,7 +57,7 @@ def prebuild(source: Path, target: Target) -> Path:
     return library
 
 
-# --- made here
+# --- compiled here
 
 
 def test_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiler.command() == ["c++"]
 
 
-def test_a_missing_compiler_is_said_once(
+def test_a_missing_compiler_is_logged_once(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -pipe")
@@ -102,8 +102,8 @@ def test_a_file_is_compiled_once(mask: int, source: Path, monkeypatch: pytest.Mo
 
 
 @needs_compiler
-@pytest.mark.parametrize("left", [0.0, 0.5, 0.99])  # of it; the system kills who loads some of them
-def test_a_library_that_was_cut_short_is_made_anew(left: float, source: Path) -> None:
+@pytest.mark.parametrize("left", [0.0, 0.5, 0.99])  # share; loading some kills the process
+def test_a_truncated_library_is_compiled_again(left: float, source: Path) -> None:
     target = compiler.this_machine(tiles=weights._tiles_allowed())
     library = cache_folder() / "compiled" / library_name(source, NUMBER, target)
     library.parent.mkdir(mode=0o700, parents=True)
@@ -134,7 +134,7 @@ UNSAFE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", UNSAFE)
-def test_places_that_others_can_change_are_told(kind: str, source: Path) -> None:
+def test_places_that_others_can_change_are_found(kind: str, source: Path) -> None:
     if "somebody" in kind and os.geteuid():
         pytest.skip("needs a second user")
     library = cache_folder() / "compiled" / "library.so"
@@ -152,7 +152,7 @@ def test_code_open_to_others_is_not_loaded(source: Path, caplog: pytest.LogCaptu
     library.parent.mkdir(parents=True)
     make_library(library, source, "-DNUMBER=13", target)
     library.chmod(0o600)
-    assert compiled(source, NUMBER).answer() == 13  # nobody else can have put it there
+    assert compiled(source, NUMBER).answer() == 13  # no other user can have put it there
     library.parent.chmod(0o777)
     before = snapshot(cache_folder())
     for _ in range(2):
@@ -162,7 +162,7 @@ def test_code_open_to_others_is_not_loaded(source: Path, caplog: pytest.LogCaptu
 
 
 @needs_compiler
-def test_a_folder_that_takes_no_files_costs_time(
+def test_an_unwritable_cache_folder_only_costs_time(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(source))  # a file
@@ -187,7 +187,7 @@ def test_a_full_disk_is_named_not_the_linker(source: Path, monkeypatch: pytest.M
 
 
 def runtimes() -> set[str]:
-    """Of OpenMP, that this process has loaded."""
+    """OpenMP runtimes that this process has loaded."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return {line.split()[-1] for line in lines if "gomp" in line}
 
@@ -209,11 +209,11 @@ def test_threads_are_those_of_the_runtime_that_torch_loaded(source: Path) -> Non
     assert runtimes() == before
 
 
-# --- brought by the wheel
+# --- taken from the wheel
 
 
 @needs_a_fitting_target
-def test_it_wins_over_a_compiler_and_the_fastest_over_others(source: Path) -> None:
+def test_a_prebuilt_library_precedes_the_compiler_and_the_fastest_comes_first(source: Path) -> None:
     for target in FITTING[::-1]:
         made = prebuild(source, target)
         assert compiled(source, NUMBER)._name == str(made)
@@ -229,7 +229,7 @@ def test_it_wins_over_a_compiler_and_the_fastest_over_others(source: Path) -> No
         ("file", r"file too short|invalid ELF header"),
     ],
 )
-def test_one_that_does_not_fit_is_passed_over(
+def test_a_prebuilt_library_that_does_not_fit_is_skipped(
     wrong: str,
     why: str,
     source: Path,
@@ -262,7 +262,7 @@ def test_one_that_does_not_fit_is_passed_over(
         ],
     ],
 )
-def test_features_are_those_of_the_first_core_if_the_system_names_any(
+def test_features_are_those_of_the_first_core_if_the_system_lists_any(
     text: str | None, features: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = Mock(side_effect=FileNotFoundError if text is None else None, return_value=text)
@@ -272,7 +272,7 @@ def test_features_are_those_of_the_first_core_if_the_system_names_any(
 
 @needs_compiler
 @pytest.mark.parametrize("allowed", [True, False] if platform.machine() == "x86_64" else [])
-def test_refused_matrix_registers_are_none(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_matrix_registers_stay_off(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags : fpu amx_tile amx_bf16\n")
     monkeypatch.setattr(weights, "_tiles_allowed", lambda: allowed)
     assert ("amx_tile" in weights.processor_features()) is allowed
@@ -349,11 +349,11 @@ def test_a_wheel_that_cannot_be_built_says_why(
         hook.initialize("standard", {})
 
 
-# --- as many threads as find a free core, by clocks that the tests set
+# --- one thread per free core, by clocks that the tests set
 
 
 class Machine:
-    """Cores of which other programs take a share; its clocks move with the passes."""
+    """Cores of which other programs use a share; its clocks advance with the passes."""
 
     def __init__(self) -> None:
         self.cores = 2
@@ -366,7 +366,7 @@ class Machine:
         """Threads of each pass."""
 
     def run(self, seconds: float) -> list[int]:
-        """Rounds of one pass each; the threads that torch had in them."""
+        """Run rounds of one pass each; return torch's number of threads in each."""
         before = len(self.used)
         end = self.wall_s + seconds
         while self.wall_s < end:
@@ -387,13 +387,13 @@ def machine() -> Machine:
 @pytest.mark.parametrize(
     ("cores", "others", "pass_s", "left"),
     [
-        (2, 0.1, 0.01, 2),  # the system's own
+        (2, 0.1, 0.01, 2),  # the load of the system itself
         *((2, others, 0.01, 1) for others in (0.8, 1.0, 1.5)),
         (2, 1.0, 2.0, 1),
         (16, 3.0, 0.01, 13),
     ],
 )
-def test_beside_busy_programs_fewer_threads_go_on_and_seldom_try_more(
+def test_on_a_busy_machine_fewer_threads_run_and_seldom_try_more(
     machine: Machine, cores: int, others: float, pass_s: float, left: int
 ) -> None:
     torch.set_num_threads(cores)
@@ -401,11 +401,11 @@ def test_beside_busy_programs_fewer_threads_go_on_and_seldom_try_more(
     used = machine.run(2000 * pass_s)
     assert used[0] == cores
     assert used[10] == left
-    tried = used[len(used) // 2 :].count(cores) / (len(used) / 2)  # for a free core
+    tried = used[len(used) // 2 :].count(cores) / (len(used) / 2)  # looking for a free core
     assert tried == 1 if left == cores else 0 < tried < 0.06
 
 
-def test_a_limit_of_cores_is_kept_and_a_busy_machine_said(
+def test_a_limit_of_cores_is_kept_and_a_busy_machine_is_logged(
     machine: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     free = cores(limit := tmp_path / "cpu.max")
@@ -422,17 +422,17 @@ def test_a_limit_of_cores_is_kept_and_a_busy_machine_said(
     assert "busy: computing with 1 of 2 threads for now" in caplog.messages[0]
 
 
-def test_all_threads_come_back_when_the_others_have_gone(machine: Machine) -> None:
+def test_all_threads_return_when_other_programs_have_ended(machine: Machine) -> None:
     machine.others = 1.0
     machine.run(20.0)
     machine.others = 0.0
     assert set(machine.run(10.0)[-500:]) == {2}
     machine.others = 1.0
     machine.run(0.1)
-    assert 2 in machine.run(0.2)  # tries soon again: a quiet time forgets the busy one
+    assert 2 in machine.run(0.2)  # retries soon: a quiet phase resets the waiting time
 
 
-def test_the_number_of_threads_is_the_users_again_behind_a_round(machine: Machine) -> None:
+def test_the_users_number_of_threads_is_restored_after_a_round(machine: Machine) -> None:
     machine.others = 1.0
     machine.run(0.1)
     with suppress(KeyboardInterrupt), machine.team.limited():

@@ -1,4 +1,4 @@
-"""Segments at fixed addresses: the bits of the model's own layers, replayed from recordings."""
+"""CUDA-graph segments at fixed addresses: replays give the bits of the model's own layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.recorded import RecordedCapture
 
 PREFIX = 20
 BLOCKS = [*itertools.accumulate([30, *[1, 5, 2] * 40])]
-"""Where a prompt of 30 ends, and passes of 1, 5 and 2 rows behind it."""
+"""Ends of a prompt of 30 and of the following passes of 1, 5 and 2 rows."""
 
 
 def recorded(family: str = "llama", dtype: torch.dtype = torch.float32) -> Backbone:
@@ -57,7 +57,7 @@ def copied(kv: KVCache) -> KVCache:
 
 @pytest.fixture(scope="module")
 def backbone() -> Backbone:
-    """Shared: what one test leaves in the slots is nothing to the next."""
+    """A shared backbone: slots that a test leaves filled do not affect the next one."""
     return recorded()
 
 
@@ -102,7 +102,7 @@ def test_drafts_do_not_change_one_bit_of_a_logit(family: str, dtype: torch.dtype
 
 @torch.inference_mode()
 def test_trees_and_chains_share_a_graph() -> None:
-    """Behind a tree of seven rows, kept in part, a chain; then the tree again."""
+    """A tree of seven rows, kept in part, then a chain, then another tree."""
     backbone = recorded("mistral", torch.float64)
     executor, own, ours, theirs = executor_of(backbone), backbone.own, KVCache(6), KVCache(6)
     hidden, at = backbone.embed(random_ids(PREFIX + 30)[0]), PREFIX
@@ -122,13 +122,13 @@ def test_trees_and_chains_share_a_graph() -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_layers_are_compiled_once_for_all_and_give_what_they_did(family: str) -> None:
-    """Gemma 2's windows differ, and no more."""
+def test_layers_share_a_compiled_graph_and_their_results_stay(family: str) -> None:
+    """Layers of Gemma 2 differ in their windows alone."""
     executor = executor_of(Backbone(make_model(family, torch.float64), executor="cuda-graph"))
     expected = executor._trial()
     counters.clear()
     executor.start_capture(lambda: cuda_graph.uncaptured, "aot_eager")
-    assert counters["stats"]["unique_graphs"] in (2, 3)  # for one row, and for others
+    assert counters["stats"]["unique_graphs"] in (2, 3)  # one row, and more rows
     for found, right in zip(executor._trial(), expected, strict=True):
         assert (found - right).abs().max() < 1e-12
 
@@ -146,10 +146,10 @@ def test_layers_that_cannot_be_compiled_run_as_they_are(caplog: pytest.LogCaptur
     ("count", "moves", "room"),
     [(8, 0, None), (9, 2 * 9, None), (2, 2 * 2, "none"), (9, 2 * 9, "half"), (4, 0, "half")],
 )
-def test_eight_texts_in_turns_stay_where_they_are(
+def test_eight_texts_in_turn_keep_their_slots(
     count: int, moves: int, room: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of nine each goes out and comes in again; so do as many as memory has no room for."""
+    """Of nine texts each is moved out and in again; so are those that memory has no room for."""
     backbone, grow = recorded(), StaticSlots.grow
     executor_of(backbone)._most_lanes = 8
     four = 4.5 * executor_of(backbone)._slots.size_of(1, 1024)
@@ -169,7 +169,7 @@ def test_eight_texts_in_turns_stay_where_they_are(
         monkeypatch.setattr(cuda_graph, "free_bytes", free)
     texts, theirs = ([KVCache(6) for _ in range(count)] for _ in range(2))
     for rows in backbone.embed(random_ids(3 * count)[0]).split(count):
-        moved.clear()  # by the last round there are as many lanes as there can be
+        moved.clear()  # in the last round the number of lanes is at its maximum
         for row, kv, own in zip(rows.split(1), texts, theirs, strict=True):
             found = backbone.run(row, 0, 6, behind(kv, 0, 1))
             expected = backbone.own.run(row, 0, 6, behind(own, 0, 1))
@@ -180,15 +180,15 @@ def test_eight_texts_in_turns_stay_where_they_are(
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_rows_of_many_texts_share_a_graph(family: str) -> None:
-    """Prompts, chains and a tree of texts of different lengths, some of which come later."""
+    """Prompts, chains and a tree of texts with different lengths, some of which join later."""
     backbone = recorded(family, torch.float64)
     executor = executor_of(backbone)
-    # here whether or not this processor's kernels keep their bits
+    # assumed here, even if this processor's kernels do not keep their bits
     executor._alike, executor.claims = 8, replace(executor.claims, joins=True)
     vars(backbone)["runs_many"] = True
     ours, theirs = ([KVCache(6) for _ in range(20)] for _ in range(2))
     tree, replays = (-1, -2, 0, 0), list[int]()
-    calls: list[dict[int, Any]] = [  # rows of texts, or whom each of them follows
+    calls: list[dict[int, Any]] = [  # number of rows per text, or their parents
         {0: 30},  # prompts run as they are
         {0: 1, 1: 20, 2: 3},
         {0: 1, 1: 1, 2: 1},
@@ -217,16 +217,16 @@ def test_rows_of_many_texts_share_a_graph(family: str) -> None:
         for kv in (ours[1], theirs[1]):
             if call.get(1) == tree:
                 kv.keep(kv.length() - 4, (0, 3))
-    # what is longer than the rows that keep their bits runs by itself
+    # a text with more rows than keep their bits runs by itself
     assert replays == [0, 2, 1, 1, 3, 2, 3, 3]
     assert executor._slots.lanes == 32
     sizes = {key.size for key in executor.replays._graphs if isinstance(key, Segment)}
-    assert max(sizes) == 8  # neighbours together
+    assert max(sizes) == 8  # adjacent texts together
 
 
 @pytest.mark.parametrize("most", [1, 4, 16])
-def test_rows_are_alike_as_far_as_a_trial_shows_it(most: int) -> None:
-    """Kernels are chosen by the number of rows."""
+def test_a_trial_finds_up_to_how_many_rows_bits_are_kept(most: int) -> None:
+    """The kernel depends on the number of rows."""
     model = make_model("llama")
     executor = CudaGraphExecutor(parts_of(model), model.lm_head)
 
@@ -240,10 +240,10 @@ def test_rows_are_alike_as_far_as_a_trial_shows_it(most: int) -> None:
     executor.run, executor._generic.unembed = run, unembed  # type: ignore[method-assign]
     executor._alike = executor._rows_alike()
     assert executor._alike == most
-    assert executor.unembed(torch.zeros(13, 32))[1].any() == (most == 1)  # else in such pieces
+    assert executor.unembed(torch.zeros(13, 32))[1].any() == (most == 1)  # else in pieces of `most`
 
 
-def test_what_a_sequence_or_padding_left_behind_reaches_no_row(backbone: Backbone) -> None:
+def test_leftovers_of_a_sequence_or_of_padding_reach_no_row(backbone: Backbone) -> None:
     """A prompt of 12 rows is padded to 16."""
     expected = ladder.decode(backbone, random_ids(12), NoDrafter()).logits
     poisoned, hidden, executor = KVCache(6), torch.full((40, 32), torch.nan), executor_of(backbone)
@@ -264,7 +264,7 @@ def test_slots_grow_and_segments_are_captured_anew(monkeypatch: pytest.MonkeyPat
     executor.start_capture(RecordedCapture, None)
     backbone = Backbone(model, executor="generic")
     sizes = []
-    # a short text again: segments that were captured for the smaller slots must be gone
+    # then a short text: segments captured for smaller slots must not be used
     for ids in (random_ids(MAX_POSITIONS), random_ids(40, seed=1)):
         theirs, ours = KVCache(6), KVCache(6)
         with torch.inference_mode():
@@ -279,7 +279,7 @@ def test_slots_grow_and_segments_are_captured_anew(monkeypatch: pytest.MonkeyPat
     assert sizes[-1] == 320
 
 
-def test_with_fixed_slots_a_pass_always_looks_at_as_many_and_never_beyond() -> None:
+def test_with_fixed_slots_every_pass_reads_all_slots_and_none_beyond() -> None:
     executor = executor_of(recorded())
     kv, hidden, before = KVCache(6, slots=250), torch.ones(240, 32), {*executor.replays._graphs}
     with torch.inference_mode():
@@ -302,7 +302,7 @@ def test_answers_in_two_threads_are_those_of_one(backbone: Backbone) -> None:
 
 
 def forgetful(work: Work) -> Work:
-    """A graph that misses its inputs: every replay gives the first result."""
+    """A graph that ignores its inputs: every replay gives the first result."""
     first = tuple(one.clone() for one in work())
     return lambda: first
 
@@ -313,7 +313,7 @@ def test_a_replay_that_computes_something_else_is_refused() -> None:
         executor.start_capture(lambda: forgetful, None)
 
 
-def test_where_capture_fails_segments_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_segments_run_uncaptured_if_a_capture_fails(caplog: pytest.LogCaptureFixture) -> None:
     def fails(work: Work) -> Work:
         raise RuntimeError("operation not permitted when stream is capturing\nand a trace")
 
@@ -329,7 +329,7 @@ def test_where_capture_fails_segments_run_as_they_are(caplog: pytest.LogCaptureF
     ]
 
 
-def test_the_graph_unused_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_graph_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfspec.model.cuda_graph._MOST_GRAPHS", 2)
     made: list[str] = []
 
@@ -343,7 +343,7 @@ def test_the_graph_unused_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch
     assert made == ["1", "2", "3", "2"]
 
 
-def test_on_a_cpu_it_says_that_it_gains_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_cpu_a_warning_says_that_graphs_gain_nothing(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model("gemma2")
     with caplog.at_level(logging.WARNING):
         assert Backbone(model).executor_name in ("fused", "generic")
@@ -354,7 +354,7 @@ def test_on_a_cpu_it_says_that_it_gains_nothing(caplog: pytest.LogCaptureFixture
     assert "no CUDA device" in caplog.text
 
 
-def test_on_a_gpu_it_is_chosen_where_it_can_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_it_is_chosen_if_it_can_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Backbone, "device", torch.device("cuda"))
     monkeypatch.setattr("selfspec.model.check.check_conformance", lambda _: [])
     monkeypatch.setattr("selfspec.model.check.check_agreement", lambda *_: None)
@@ -386,7 +386,7 @@ def test_models_that_cannot_be_captured_are_refused_by_name() -> None:
             CudaGraphExecutor(parts_of(model), model.lm_head)
 
 
-def test_an_executor_of_other_numbers_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_with_other_results_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = CudaGraphExecutor._mask
 
     def blind(self: CudaGraphExecutor, kind: str, of: Segment) -> Tensor:

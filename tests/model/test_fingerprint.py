@@ -1,4 +1,4 @@
-"""A model is told from another by all of its weights, hashed once per file; changes are noticed."""
+"""Fingerprints cover all weights of a model and are computed once per file; changes are noticed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_tied_weights_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == len(set(seen)) == len(list(tied.parameters()))
 
 
-def test_weights_laid_out_otherwise_are_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_layout_of_weights_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = make_model("llama")
     expected = fingerprint.of(model)
     layer = model.model.layers[0].mlp.up_proj
@@ -77,7 +77,7 @@ def test_weights_laid_out_otherwise_are_the_same_numbers(monkeypatch: pytest.Mon
 
 
 class Strange(torch.Tensor):
-    """As quantised weights come: a subclass."""
+    """A subclass, like quantised weights."""
 
 
 def mlp(model: Any) -> Any:
@@ -97,7 +97,7 @@ UNREADABLE: list[Callable[[Any], object]] = [
 
 
 @pytest.mark.parametrize("change", UNREADABLE)
-def test_what_cannot_be_read_has_no_fingerprint_and_the_log_says_why(
+def test_unreadable_weights_have_no_fingerprint_and_the_log_says_why(
     change: Callable[[Any], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     change(model := make_model("llama"))
@@ -111,7 +111,7 @@ def test_what_cannot_be_read_has_no_fingerprint_and_the_log_says_why(
 
 @pytest.fixture
 def folder(tmp_path: Path, empty_cache: Path) -> Path:
-    """A tiny model on disk, and a cache folder of its own."""
+    """A tiny model on disk, with an empty cache folder."""
     return save_tiny(tmp_path / "model")
 
 
@@ -146,7 +146,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(folder: Path, hashed: 
         fingerprint.of_loaded(model, files.stamps)
     assert hashed.call_count == 2
     assert not (cache_folder() / "fingerprints").exists()
-    (folder / "adapter_config.json").write_text("{}")  # brings in weights from elsewhere
+    (folder / "adapter_config.json").write_text("{}")  # adds weights from another file
     assert fingerprint.of_folder(folder) == fingerprint.stamps([folder / "nowhere"]) == ()
 
 
@@ -159,7 +159,7 @@ def test_a_damaged_entry_is_made_again(folder: Path, hashed: Mock) -> None:
         assert hashed.call_count == count
 
 
-def test_an_unwritable_cache_costs_time(folder: Path, hashed: Mock, empty_cache: Path) -> None:
+def test_an_unwritable_cache_only_costs_time(folder: Path, hashed: Mock, empty_cache: Path) -> None:
     (empty_cache / "fingerprints").write_text("a file")
     assert loaded(folder) == loaded(folder)
     assert hashed.call_count == 2
@@ -173,14 +173,14 @@ def test_a_model_that_was_changed_after_loading_is_hashed(folder: Path) -> None:
     assert found.backbone.fingerprint == fingerprint.of(model) != loaded(folder)
 
 
-def test_a_backbone_asks_once_and_only_when_it_must(folder: Path, hashed: Mock) -> None:
+def test_a_backbone_hashes_once_and_only_when_it_must(folder: Path, hashed: Mock) -> None:
     plain = load(folder, dtype="float32", device="cpu")
     hashed.assert_not_called()
     assert plain.backbone.fingerprint == plain.backbone.fingerprint
     assert hashed.call_count == 1
     again = load(folder, dtype="float32", device="cpu", heads="logit-lens")
     assert again.backbone.fingerprint == plain.backbone.fingerprint
-    assert hashed.call_count == 2  # what was asked for later may have been changed: it was not kept
+    assert hashed.call_count == 2  # a late fingerprint is not cached: the model may have changed
     load(folder, dtype="float32", device="cpu", heads="logit-lens")
     assert hashed.call_count == 2
 
@@ -207,7 +207,7 @@ def test_checks_that_a_models_files_passed_are_made_once(
         return [answer.token_ids for answer in answers]
 
     first = texts(load(folder, device="cpu"))
-    kept = [*(empty_cache / "checked").glob("*")]  # none where nothing compiles
+    kept = [*(empty_cache / "checked").glob("*")]  # empty without a compiler
     if kept:
         assert counts() == [1] * 4
         assert texts(load(folder, device="cpu")) == first
@@ -223,7 +223,7 @@ def test_checks_that_a_models_files_passed_are_made_once(
     assert made["check_conformance"].call_count == before + 3
 
 
-def test_heads_whose_model_has_no_fingerprint_are_taken_by_sizes_and_a_warning_says_so(
+def test_heads_without_a_fingerprint_to_compare_are_checked_by_sizes_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     base = wrapped("llama")
@@ -244,13 +244,13 @@ def set_data(weight: Tensor) -> None:
 
 
 class Louder(nn.Linear):
-    """Of another kind."""
+    """A linear layer of another class."""
 
 
 MLP, UP = "model.layers.3.mlp", "model.layers.3.mlp.up_proj.weight"
 CHANGES: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m.to(torch.bfloat16), "embed_tokens.weight was cast from torch.float32 to torch.bf"),
-    (lambda m: m.to(torch.float16).to(torch.float32), "weight was"),  # some lie where they were
+    (lambda m: m.to(torch.float16).to(torch.float32), "weight was"),  # some keep their address
     (lambda m: m.to("meta"), "was"),
     (lambda m: mlp(m).up_proj.weight.detach().add_(0.01), f"{UP} was changed"),
     (lambda m: mlp(m).up_proj.weight.data.add_(0.01), f"{UP} was changed"),
@@ -264,19 +264,19 @@ CHANGES: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: setattr(mlp(m), "forward", torch.zeros_like), f"the forward of {MLP} was replaced"),
     (lambda m: setattr(m.lm_head, "bias", nn.Parameter(torch.ones(96))), "lm_head has other weigh"),
     (lambda m: setattr(m.lm_head, "__class__", Louder), "lm_head is a Louder, it was a Linear"),
-    # which no Llama has, and Cohere's are asked for
+    # Llama has none; Cohere's is read
     (lambda m: setattr(m.config, "logit_scale", 2.0), "model has logit_scale, which it had not"),
     (lambda m: m.config.rope_parameters.update(rope_theta=1.0), "rope_parameters of config of the"),
-    (lambda m: mlp(m).adapters.append("second"), f"adapters of {MLP} was changed"),  # as PEFT's
+    (lambda m: mlp(m).adapters.append("second"), f"adapters of {MLP} was changed"),  # like PEFT's
 ]
 
 
 @pytest.mark.parametrize("kind", ["default", "dynamic"])
-def test_rotations_are_watched_but_for_frequencies_that_move(kind: str) -> None:
+def test_rotations_are_watched_except_for_dynamic_frequencies(kind: str) -> None:
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     model: Any = make_model("llama", rope_parameters=rope, max_position_embeddings=16)
     watch, turned = ModelWatch(model), model.model.rotary_emb
-    model(random_ids(40))  # beyond which dynamic ones change their frequencies
+    model(random_ids(40))  # long enough to change dynamic frequencies
     assert watch.change() is None
     turned.attention_scaling = 1.5
     assert watch.change() == "attention_scaling of model.rotary_emb was changed"
@@ -296,14 +296,14 @@ def test_each_change_is_named(change: Callable[[Any], object], found: str) -> No
 
 
 def places(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The attributes of all modules, and of the config that they share."""
+    """Attributes of all modules, and of their shared config."""
     for path, module in model.named_modules():
         yield path or "the model", vars(module)
     yield "config of the model", vars(model.config)
 
 
 def other(value: Any) -> Any:
-    """Something else of the same kind, or an object where there is none."""
+    """Another value of the same type, or else a plain object."""
     if isinstance(value, bool):
         return not value
     if value is None or isinstance(value, int | float):
@@ -314,7 +314,7 @@ def other(value: Any) -> Any:
 
 
 HELD = vars(nn.Module()).keys() - {"training"} | {"_heterogeneity_spec"}
-"""What holds modules, weights and hooks, and that without which no config can be read."""
+"""Attributes that hold modules, weights and hooks, and one that every config needs."""
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *BREADTH])
@@ -344,7 +344,7 @@ def test_an_attribute_that_decides_a_logit_is_watched(family: str) -> None:
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([Tensor.neg_, lambda weight: weight.view(torch.uint8).numpy().fill(3)]),
 )
-def test_a_weight_changed_as_a_whole_where_no_counter_sees_it_is_named(
+def test_a_whole_weight_changed_past_the_version_counter_is_named(
     rows: int, width: int, dtype: torch.dtype, write: Callable[[Tensor], object]
 ) -> None:
     model: Any = nn.ModuleList([nn.Linear(width, rows, dtype=dtype) for _ in range(2)])
@@ -359,19 +359,19 @@ def speculator() -> Speculator:
     return wrap(make_model("llama"), heads="logit-lens")
 
 
-def test_what_changes_nothing_is_no_change(speculator: Speculator) -> None:
+def test_harmless_changes_are_ignored(speculator: Speculator) -> None:
     model: Any = speculator.model
     model.train()
     speculator.generate(random_ids(5), max_new_tokens=3)
     model.eval()
-    model(random_ids(5), output_hidden_states=True)  # leaves idle hooks
+    model(random_ids(5), output_hidden_states=True)  # leaves inactive hooks
     model.generate(random_ids(5), max_new_tokens=3)
     model.requires_grad_(requires_grad=False)
     with captured_outputs(model.model.layers):
         speculator.generate(random_ids(5), max_new_tokens=3)
     pruned: Any = make_model("llama")
     l1_unstructured(pruned.lm_head, "weight", 0.4)
-    pruned.lm_head._parameters = UserDict(pruned.lm_head._parameters)  # compressed-tensors' kind
+    pruned.lm_head._parameters = UserDict(pruned.lm_head._parameters)  # as compressed-tensors does
     watch = ModelWatch(pruned)
     pruned(random_ids(5))
     assert watch.change() is None
@@ -379,7 +379,7 @@ def test_what_changes_nothing_is_no_change(speculator: Speculator) -> None:
     assert watch.change() == "lm_head.weight_orig was changed"
 
 
-def test_every_way_in_asks(speculator: Speculator) -> None:
+def test_every_entry_point_checks(speculator: Speculator) -> None:
     session = speculator.session()
     prompt, model = random_ids(5), speculator.model
     handle = model.lm_head.register_forward_hook(lambda *_: None)
@@ -409,7 +409,7 @@ def test_a_changed_draft_model_is_refused() -> None:
         speculator.generate(random_ids(5), max_new_tokens=2)
 
 
-def test_weights_made_in_inference_mode_count_no_changes_and_are_watched() -> None:
+def test_weights_of_inference_mode_have_no_version_counter_but_are_watched() -> None:
     with torch.inference_mode():
         model: Any = make_model("llama")
         watch = ModelWatch(model)

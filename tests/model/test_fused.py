@@ -1,4 +1,4 @@
-"""Compiled layers: what torch would compute, each row by itself, of one text or of many."""
+"""Compiled layers: torch's results, with bits of a row that no other row of the pass changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
-    """Up to one rounding of the dtype, which is a relative error, and of what was added up."""
+    """Whether values are equal up to one rounding of the dtype, relative and absolute."""
     error = 2**-7 if found.dtype == torch.bfloat16 else 2**-20
     return torch.allclose(found.double(), expected.double(), rtol=error, atol=error)
 
@@ -41,13 +41,13 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 def rms(weight: Tensor, **fields: Any) -> Norm:
-    """As Llama has it, but for `fields`."""
+    """Llama's norm, except for `fields`."""
     plain: dict[str, Any] = {"bias": None, "eps": 1e-5, "centred": False, "rounds": True}
     return Norm(weight.float(), **plain | fields)
 
 
 def attention(**fields: Any) -> Attention:
-    """GROUP * KV_HEADS queries, whole heads rotated, but for `fields`."""
+    """GROUP * KV_HEADS queries with whole heads rotated, except for `fields`."""
     plain: dict[str, Any] = {
         **{"projections": (), "order": torch.empty(0), "output": nn.Identity()},
         **{"heads": GROUP * KV_HEADS, "kv_heads": KV_HEADS, "size": SIZE},
@@ -71,7 +71,7 @@ def run(
     turned: Tensor | None = None,
     parents: list[int] | None = None,
 ) -> Tensor:
-    """What the one layer of `program` makes of `rows` [T, d], rotated by `turned` if at all."""
+    """Run the one layer of `program` on `rows` [T, d], rotated by `turned` if given."""
     turns = torch.empty(0) if turned is None else turned.contiguous()
     span = Span(kv or KVCache(1), len(rows), 0, None if parents is None else tuple(parents))
     with torch.inference_mode():
@@ -79,15 +79,15 @@ def run(
 
 
 def back(program: Program, width: int, narrow: int, dtype: torch.dtype) -> Operation:
-    """From buffer 1, which is narrower, to buffer 0: what it holds, then zeros."""
+    """Copy buffer 1, which is narrower, to buffer 0, padded with zeros."""
     return program.linear(1, 0, CompiledLinear(torch.eye(width, narrow, dtype=dtype)))
 
 
-def test_a_norm_takes_a_mean_off_and_adds_several_times(dtype: torch.dtype) -> None:
+def test_a_norm_subtracts_the_mean_and_adds_a_multiple(dtype: torch.dtype) -> None:
     program, eye = program_of(dtype, 37, 37), CompiledLinear(torch.eye(37, dtype=dtype))
     hidden, weight, bias = torch.randn(9, 37).to(dtype) + 3, torch.randn(37), torch.randn(37)
     norm = rms(weight, bias=bias, centred=True, rounds=False)
-    wide = replace(norm, weight=weight.double())  # as a script's default dtype may have it
+    wide = replace(norm, weight=weight.double())  # as under another default dtype
     program.add_layer([program.linear(0, 1, eye), program.norm(1, 0, wide, adds=0.5)])
     numbers = weight.double(), bias.double()
     normed = nn.functional.layer_norm(hidden.double(), (37,), *numbers, 1e-5)
@@ -97,7 +97,7 @@ def test_a_norm_takes_a_mean_off_and_adds_several_times(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
-def test_products_follow_each_other_and_add(dtype: torch.dtype, rows: int) -> None:
+def test_linear_layers_follow_each_other_and_add(dtype: torch.dtype, rows: int) -> None:
     """Each sum is rounded before it is added, as the model does."""
     first, bias = torch.randn(50, 37).to(dtype), torch.randn(50).to(dtype)
     second, hidden = torch.randn(37, 50).to(dtype), torch.randn(rows, 37).to(dtype)
@@ -124,7 +124,7 @@ def test_activations_of_any_size_are_right(dtype: torch.dtype, function: Activat
     assert close(run(program, x[None]), expected[None])
 
 
-def test_nothing_is_read_or_written_beside_a_buffer() -> None:
+def test_nothing_is_read_or_written_outside_a_buffer() -> None:
     program = program_of(torch.float32, 37, 50)
     for wrong in (
         lambda: program.norm(0, 1, rms(torch.ones(37))),
@@ -158,7 +158,7 @@ def test_layers_of_several_widths_run() -> None:
 
 
 class Attended:
-    """Rows behind `held` random positions, attended to by compiled code."""
+    """Rows after `held` random positions; compiled code computes their attention."""
 
     def __init__(
         self, dtype: torch.dtype, held: int, rows: int, window: int = 0, softcap: float = 1e9
@@ -176,7 +176,7 @@ class Attended:
         )
 
     def found(self, widths: list[int], parents: list[int] | None = None) -> Tensor:
-        """In passes of `widths` rows; `parents`: of the rows of one pass."""
+        """Attention by compiled code, in passes of `widths` rows; `parents` of rows of one pass."""
         dtype, all_heads = self.projected.dtype, KV_HEADS * (GROUP + 2) * SIZE
         program = program_of(dtype, all_heads, KV_HEADS * GROUP * SIZE)
         norms = rms(self.norms, eps=1e-6)
@@ -193,7 +193,7 @@ class Attended:
         return whole.unflatten(1, (KV_HEADS * GROUP, SIZE))
 
     def held_by_a_cache(self) -> KVCache:
-        """Filled up to WIDTH."""
+        """A KV cache that holds the keys and values, padded to WIDTH."""
         kv, layout = KVCache(1), PageLayout(self.keys.dtype, ((KV_HEADS, WIDTH),))
         pages = kv.pages(self.slots, 0, layout)
         for slot in range(self.slots):
@@ -204,7 +204,7 @@ class Attended:
         return kv
 
     def expected(self) -> Tensor:
-        """By torch, in float64."""
+        """Attention by torch, in float64."""
         parts = self.projected.double()
         turned, new_values = parts.split([KV_HEADS * (GROUP + 1), KV_HEADS], dim=1)
         turned = nn.functional.rms_norm(turned, (SIZE,), eps=1e-6) * self.norms
@@ -233,8 +233,8 @@ def test_attention_is_that_of_torch(dtype: torch.dtype, held: int, window: int, 
     assert close(rows.found([count]), rows.expected())
 
 
-def test_what_is_behind_a_row_is_not_looked_at(dtype: torch.dtype) -> None:
-    """Not even where a rejected draft, or a later row of the pass, gave no number."""
+def test_positions_after_a_row_are_not_read(dtype: torch.dtype) -> None:
+    """Even if a rejected draft or a later row of the pass left NaN there."""
     clean, spoilt = Attended(dtype, 60, 12), Attended(dtype, 60, 12)
     spoilt.keys[:, 60:] = torch.nan
     spoilt.values[:, 60:] = torch.nan
@@ -243,7 +243,7 @@ def test_what_is_behind_a_row_is_not_looked_at(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, threads: int) -> None:
+def test_a_row_has_the_same_bits_in_any_pass(dtype: torch.dtype, threads: int) -> None:
     torch.set_num_threads(threads)
     for held, window in ((60, 0), (60, 17), (1000, 0), (1000, 700)):  # across ends of blocks
         alone = Attended(dtype, held, 40, window).found([1] * 40)  # and of a chunk
@@ -269,8 +269,8 @@ def test_a_branch_has_the_bits_of_a_chain(dtype: torch.dtype, held: int, window:
         assert torch.equal(found, chain.found([len(path)]))
 
 
-def test_what_a_branch_shares_with_others_is_added_up_as_in_a_chain(dtype: torch.dtype) -> None:
-    """Halves of a matrix register's inputs cancel out: what is left is how the sum was rounded."""
+def test_a_branch_is_added_up_in_the_order_of_a_chain(dtype: torch.dtype) -> None:
+    """Halves of a matrix register's inputs cancel out: only the rounding of the sum is left."""
     whole, chain = (Attended(dtype, 31, 3) for _ in range(2))
     for one in (whole, chain):
         one.keys[:, 16:31], one.values[:, 16:31] = one.keys[:, :15], -one.values[:, :15]
@@ -282,7 +282,7 @@ def test_what_a_branch_shares_with_others_is_added_up_as_in_a_chain(dtype: torch
 
 
 def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And gives the states of layers on the way."""
+    """Also the states of layers on the way."""
     backbone, ids = Backbone(make_model("mistral"), executor="fused"), torch.arange(90)
 
     def states(*stops: int) -> list[Tensor]:
@@ -300,7 +300,7 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.Mon
         assert torch.equal(torch.stack(states(6)), whole)
 
 
-# --- many texts in one pass
+# --- several texts in one pass
 
 
 @torch.inference_mode()
@@ -314,8 +314,8 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.Mon
     ],
     ids=str,
 )
-def test_texts_of_one_pass_have_the_bits_they_have_alone(family: str, dtype: torch.dtype) -> None:
-    """A prompt, one row behind a chunk's end, a chain, a tree behind an older position."""
+def test_texts_of_one_pass_have_the_same_bits_as_alone(family: str, dtype: torch.dtype) -> None:
+    """A prompt, one row after the end of a chunk, a chain, a tree after an older position."""
     backbone = Backbone(make_model(family, dtype, max_position_embeddings=700), executor="fused")
     layers, host = backbone.num_layers, torch.device("cpu")
     texts: list[tuple[int, int, Sequence[int] | None]] = [
@@ -323,7 +323,7 @@ def test_texts_of_one_pass_have_the_bits_they_have_alone(family: str, dtype: tor
     ]
 
     def behind() -> list[Rows]:
-        """What KV caches hold that were just filled, and rows behind it."""
+        """New rows after freshly filled KV caches."""
         found = []
         for held, count, parents in texts:
             kv = KVCache(layers)
@@ -339,13 +339,13 @@ def test_texts_of_one_pass_have_the_bits_they_have_alone(family: str, dtype: tor
     found = backbone.run(torch.cat(parts), 0, layers, Rows.joined(together))
     assert torch.equal(found, torch.cat(expected))
     newest = backbone.embed(random_ids(1)[0])
-    for pair in zip(alone, together, strict=True):  # what was added is as it was alone, too
+    for pair in zip(alone, together, strict=True):  # the added keys and values are the same too
         caches = [rows.only.kv for rows in pair]
         both = [Rows.of(kv, kv.length(layers - 1), 1, host) for kv in caches]
         assert torch.equal(*(backbone.run(newest, 0, layers, rows) for rows in both))
 
 
-def test_rows_that_belong_to_nobody_or_to_one_text_twice_are_refused() -> None:
+def test_rows_without_a_text_or_with_the_same_text_twice_are_refused() -> None:
     backbone = Backbone(make_model("llama"), executor="fused")
     embedded, kv = backbone.embed(random_ids(4)[0]), KVCache(backbone.num_layers)
     two = Rows.joined([Rows.of(kv, 0, 2, embedded.device)] * 2)
@@ -356,7 +356,7 @@ def test_rows_that_belong_to_nobody_or_to_one_text_twice_are_refused() -> None:
 
 
 class Mixing:
-    """Adds a little to all rows of a pass of several texts."""
+    """An executor that adds a little to all rows of a pass with several texts."""
 
     def __init__(self, other: Executor) -> None:
         self.claims, self.weight_bytes = other.claims, other.weight_bytes

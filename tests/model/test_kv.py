@@ -1,4 +1,4 @@
-"""Keys and values: per layer what comes back, and of many texts what they share within a budget."""
+"""KV caches: contents of each layer, and pages that texts share within a memory budget."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from selfspec.model.kv import POSITIONS, KVCache, KVStore, Page, PageLayout, Poo
 
 
 def block(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random keys [1, 2, rows, 4] and values, one wider."""
+    """Random keys [1, 2, rows, 4] and values [1, 2, rows, 5]."""
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(1, 2, rows, width, generator=generator) for width in (4, 5))
     return keys, values
 
 
-def test_layers_have_contents_lengths_and_masks_of_their_own() -> None:
+def test_each_layer_has_its_own_contents_length_and_mask() -> None:
     cache = KVCache(3)
     shallow, deep = block(5, seed=1), block(2, seed=2)
-    cache.update(*shallow, 0, {"sin": 1}, cache_position=torch.arange(5))  # what others read
+    cache.update(*shallow, 0, {"sin": 1}, cache_position=torch.arange(5))  # args of other caches
     keys, _ = cache.update(*deep, 2)
     assert torch.equal(keys, deep[0])
     for length in (cache.length, cache.get_seq_length, cache.get_query_offset):
         assert [length(layer) for layer in range(3)] == [5, 0, 2]
     assert (cache.get_mask_sizes(3, 0), cache.get_mask_sizes(3, 2)) == ((8, 0), (5, 0))
     cache.truncate(4)
-    assert [cache.length(layer) for layer in range(3)] == [4, 0, 2]  # none is lengthened
+    assert [cache.length(layer) for layer in range(3)] == [4, 0, 2]  # no layer grows
     cache.truncate(1, 0, 2)
     assert [cache.length(layer) for layer in range(3)] == [1, 0, 2]
 
 
-def test_two_thousand_single_rows_move_buffers_a_few_times() -> None:
+def test_two_thousand_single_rows_reallocate_only_a_few_times() -> None:
     cache = KVCache(1)
     sizes, written = [], []
     for step in range(2000):
@@ -48,14 +48,14 @@ def test_two_thousand_single_rows_move_buffers_a_few_times() -> None:
     assert sorted(set(sizes)) == [256, 384, 512, 704, 896, 1152, 1472, 1856, 2368]
     assert all_values.untyped_storage().nbytes() == 2368 * 4 * 2 * 5
     assert torch.equal(all_keys, torch.cat(written, dim=-2))
-    for rows, slots in ((204, 256), (256, 320), (1024, 1280)):  # a quarter more than it needs
+    for rows, slots in ((204, 256), (256, 320), (1024, 1280)):  # a quarter more than needed
         keys, _ = KVCache(1).update(*block(rows), 0)
         assert keys.untyped_storage().nbytes() == slots * 4 * 2 * 4
 
 
-def test_fixed_slots_always_return_whole_buffers_with_zeros_behind() -> None:
+def test_fixed_slots_always_return_whole_buffers_padded_with_zeros() -> None:
     cache = KVCache(1, slots=64)
-    assert cache.is_compileable  # asks for a mask in every pass
+    assert cache.is_compileable  # transformers then makes a mask in every pass
     assert not KVCache(1).is_compileable
     assert cache.get_mask_sizes(3, 0) == (64, 0)
     first = block(3)
@@ -70,7 +70,7 @@ def test_fixed_slots_always_return_whole_buffers_with_zeros_behind() -> None:
     assert cache.update(*block(61), 0)[0].data_ptr() == keys.data_ptr()
 
 
-def test_raising_the_slots_keeps_what_a_layer_holds_and_not_what_was_truncated() -> None:
+def test_raising_the_slots_keeps_the_content_of_a_layer_without_truncated_rows() -> None:
     cache = KVCache(1, slots=64)
     first, second = block(60, seed=1), block(10, seed=2)
     cache.update(*first, 0)
@@ -86,7 +86,7 @@ def test_raising_the_slots_keeps_what_a_layer_holds_and_not_what_was_truncated()
     assert not any(part.isnan().any() for part in cache.update(*block(2), 0))
 
 
-# --- of many texts
+# --- caches of several texts
 
 LAYOUT = PageLayout(torch.float32, ((1, 16),))
 
@@ -141,17 +141,17 @@ def test_a_text_starts_from_the_longest_prefix_that_is_held() -> None:
         fill(kv, new)
         assert shown(kv) == new
         store.done(kv, new)
-    assert shown(begun(store, old)) == old[:169]  # nobody wrote over it
+    assert shown(begun(store, old)) == old[:169]  # not overwritten
 
 
-def test_texts_of_now_share_full_pages_once_the_first_has_run() -> None:
+def test_running_texts_share_full_pages_once_the_first_has_run() -> None:
     store, common = store_of(999), list(range(1, 501))
     first = begun(store, [*common, 1], 1000)
     fill(first, common)
     store.share(first, common)
     caches = [first, *(begun(store, [*common, number], 1000) for number in range(2, 33))]
     pages = {id(page) for kv in caches for page in kv.held}
-    assert len(pages) == len(first.held) == 8  # 7 in common; others have none of their own yet
+    assert len(pages) == len(first.held) == 8  # 7 are shared; the others own none yet
     assert {kv.length(0) for kv in caches[1:]} == {500 // POSITIONS * POSITIONS}
     for number, kv in enumerate(caches, start=1):
         fill(kv, [*common, number])
@@ -160,7 +160,7 @@ def test_texts_of_now_share_full_pages_once_the_first_has_run() -> None:
     assert store.memory.used == (7 + 32) * LAYOUT.nbytes
 
 
-def test_what_was_used_least_recently_goes_first_and_leaves_before_its_beginning() -> None:
+def test_the_least_recently_used_text_is_evicted_first_from_its_end() -> None:
     store = store_of(6)
     texts = [[number] * 100 for number in (1, 2)]
     for ids in texts:
@@ -168,7 +168,7 @@ def test_what_was_used_least_recently_goes_first_and_leaves_before_its_beginning
         fill(kv, ids)
         store.done(kv, ids)
     assert [store.held([*ids, 0]) for ids in texts] == [100, 100]
-    again = begun(store, [*texts[0], 0], 101)  # the first is needed again
+    again = begun(store, [*texts[0], 0], 101)  # the first is used again
     store.done(again, texts[0])
     third = begun(store, [3] * 190, 250)
     fill(third, [3] * 190)
@@ -190,7 +190,7 @@ def test_a_text_waits_for_room_and_one_that_never_fits_is_refused() -> None:
     store.refuse_too_long(190)
 
 
-def test_caches_without_pages_are_counted_alike() -> None:
+def test_caches_without_pages_count_in_the_same_way() -> None:
     store = KVStore(1, None, 10, 10 * POSITIONS * 4)
     first = begun(store, [1, 2], 100)
     assert store.memory.used == 3 * 10 * POSITIONS
@@ -203,7 +203,7 @@ def test_caches_without_pages_are_counted_alike() -> None:
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), pages=st.integers(1, 20))
-def test_any_order_of_texts_leaves_each_its_own_numbers(seed: int, pages: int) -> None:
+def test_each_text_keeps_its_own_values_in_any_order(seed: int, pages: int) -> None:
     dice, store = random.Random(seed), store_of(pages)
     running: dict[PooledKVCache, list[int]] = {}
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""Weights as compiled code reads them, blocks of files among them: exact sums in one order."""
+"""Weights for compiled code, including quantised blocks: sums are exact and in a fixed order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = needs_compiler
 
 
 def made_weights(out: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[out, in] and a bias, of many magnitudes."""
+    """A weight [out, in] and a bias, of many magnitudes."""
     made = torch.Generator().manual_seed(out * 1000 + inner)
     scale = torch.exp2(torch.randint(-20, 4, (out, 1), generator=made).float())
     weight = torch.randn(out, inner, generator=made) * scale
@@ -39,7 +39,7 @@ def inputs(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
 
 
 def close(found: Tensor, rows: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """As near the truth as sums of float32 are, [rows, out]; bfloat16 results are rounded."""
+    """Whether `found` [rows, out] is as exact as float32 sums; bfloat16 results are rounded."""
     truth = rows.double() @ weight.double().T + bias.double()
     sums = (rows.double().abs() @ weight.double().abs().T) * rows.shape[1] * 2**-24
     rounding = truth.abs() * 2**-8 if found.dtype == torch.bfloat16 else truth.abs() * 2**-24
@@ -60,7 +60,7 @@ def test_sums_are_right_at_any_size(rows: int, inner: int, out: int, dtype: torc
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("out", "inner"), [(96, 32), (50, 2100), (1000, 577)])
-def test_the_bits_of_a_row_depend_on_the_row(out: int, inner: int, dtype: torch.dtype) -> None:
+def test_the_bits_of_a_row_depend_only_on_it(out: int, inner: int, dtype: torch.dtype) -> None:
     """Alone, among 2 to 17 others, among 63 and 511; on one thread and on two."""
     linear, x = CompiledLinear(*made_weights(out, inner, dtype)), inputs(512, inner, dtype)
     whole = linear(x)
@@ -72,7 +72,7 @@ def test_the_bits_of_a_row_depend_on_the_row(out: int, inner: int, dtype: torch.
 
 
 def test_a_chain_adds_from_the_first_input_to_the_last() -> None:
-    """2^24, then ones: each is lost when it comes alone, and none when they are added up first."""
+    """2^24, then ones: each one is lost if added singly, none if the ones are added up first."""
     row, weight = torch.ones(1, 64), torch.ones(20, 64)
     weight[:, 0] = 2**24
     assert (CompiledLinear(weight)(row) == 2**24).all()
@@ -80,7 +80,7 @@ def test_a_chain_adds_from_the_first_input_to_the_last() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_numbers_at_the_ends_stay_what_they_are(dtype: torch.dtype) -> None:
+def test_extreme_numbers_are_kept(dtype: torch.dtype) -> None:
     """Infinities, not-a-number and the largest numbers, as float32 sums have them."""
     top = torch.finfo(dtype).max
     weight = torch.eye(5, dtype=dtype)
@@ -91,7 +91,7 @@ def test_numbers_at_the_ends_stay_what_they_are(dtype: torch.dtype) -> None:
         assert torch.equal(found, row[0, 2]) or (found.isnan() and row[0, 2].isnan())
 
 
-def test_no_rows_are_no_rows_and_others_are_refused() -> None:
+def test_empty_input_gives_empty_output_and_wrong_input_is_refused() -> None:
     linear = CompiledLinear(torch.randn(20, 8))
     assert linear(torch.empty(0, 8)).shape == (0, 20)
     for rows in (torch.empty(2, 7), torch.empty(2, 9), torch.empty(2, 8, dtype=torch.bfloat16)):
@@ -99,7 +99,7 @@ def test_no_rows_are_no_rows_and_others_are_refused() -> None:
             linear(rows)
 
 
-def test_layers_side_by_side_in_another_order() -> None:
+def test_joined_layers_in_another_order() -> None:
     first, second = nn.Linear(7, 5), nn.Linear(7, 4, bias=False)
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
     x = torch.randn(2, 3, 7)
@@ -111,12 +111,12 @@ def test_layers_side_by_side_in_another_order() -> None:
 
 @pytest.mark.parametrize("target", TARGETS["x86_64"], ids=lambda target: target.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
+def test_it_compiles_for_every_processor_and_runs_if_this_machine_has_it(
     target: Target, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     macro = MACROS[dtype == torch.bfloat16]
     strict = target._replace(flags=f"{target.flags} -Wall -Wextra -Werror -O0")
-    # kept like all that is compiled: its name has a digest of source and flags
+    # cached like all compiled code: the name has a digest of source and flags
     library = cache_folder() / "compiled" / library_name(SOURCE, macro, strict)
     if not library.exists():
         make_library(tmp_path / library.name, SOURCE, macro, strict)
@@ -132,13 +132,13 @@ def test_it_compiles_for_every_processor_and_runs_where_it_is_one(
         assert torch.equal(linear(x[:rows]), linear(x)[:rows])
 
 
-# --- weights that stay as blocks: their values, sums from them, and tensors made of them
+# --- weights kept as blocks: their values, sums and tensors
 
 
 def weight_of(
     kind: str, dtype: torch.dtype, out: int = 53, inner: int = 512, *, usual: bool = True
 ) -> tuple[QuantisedWeight, Tensor]:
-    """Blocks, their rows in another order, and the numbers that the gguf package makes of them."""
+    """Blocks with permuted rows, and the numbers that the gguf package decodes from them."""
     data = (usual_blocks if usual else random_blocks)(kind, out, inner)
     rows = torch.from_numpy(np.random.default_rng(1).permutation(out))
     weight = QuantisedWeight(torch.from_numpy(data), FORMATS[kind], dtype, rows)
@@ -146,7 +146,7 @@ def weight_of(
 
 
 def zeroed(bits: int, dtype: torch.dtype) -> tuple[QuantisedWeight, Tensor]:
-    """Blocks that are counted from anywhere, and their numbers, which hub's tests look at."""
+    """Blocks with a zero point, and their numbers, which the tests of hub check."""
     blocks = usual_blocks(f"Q{bits}_0", 53, 512).reshape(53, 16, -1)
     blocks = np.insert(blocks, 2, np.random.default_rng(bits).integers(0, 8, (53, 16)), axis=-1)
     weight = QuantisedWeight(torch.from_numpy(blocks.reshape(53, -1)), ZEROED[bits], dtype)
@@ -156,7 +156,7 @@ def zeroed(bits: int, dtype: torch.dtype) -> tuple[QuantisedWeight, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_weights_are_those_of_the_gguf_package(kind: str, dtype: torch.dtype) -> None:
-    weight, expected = weight_of(kind, dtype, usual=False)  # denormal and large scales among them
+    weight, expected = weight_of(kind, dtype, usual=False)  # with denormal and large scales
     assert weight.shape == expected.shape
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
     assert torch.equal(weight.expanded().view(bits), expected.view(bits))  # signs of zeros, too
@@ -164,11 +164,11 @@ def test_weights_are_those_of_the_gguf_package(kind: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*FORMATS, *ZEROED])
-def test_sums_are_those_of_numbers_in_any_company(kind: str | int, dtype: torch.dtype) -> None:
+def test_sums_are_exact_and_equal_in_any_pass(kind: str | int, dtype: torch.dtype) -> None:
     made: Any = zeroed if isinstance(kind, int) else weight_of
     weight, numbers = made(kind, dtype)
     x = inputs(600, weight.shape[1], dtype)  # in more than one piece
-    x[-2:] *= torch.tensor([[2.0**-106], [2.0**-125]])  # registers take less for nothing
+    x[-2:] *= torch.tensor([[2.0**-106], [2.0**-125]])  # smaller numbers are zero in registers
     found = CompiledLinear(weight)
     assert found.nbytes < 0.75 * numbers.nbytes
     whole = found(x)
@@ -182,7 +182,7 @@ def test_sums_are_those_of_numbers_in_any_company(kind: str | int, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layers_of_several_formats_run_side_by_side(dtype: torch.dtype) -> None:
+def test_layers_of_several_formats_run_as_one(dtype: torch.dtype) -> None:
     made = [weight_of(kind, dtype, out) for kind, out in (("Q5_K", 64), ("Q6_K", 32), ("Q5_0", 7))]
     plain = torch.randn(16, 512).to(dtype)
     layers = [linear(weight) for weight, _ in made]
@@ -193,7 +193,7 @@ def test_layers_of_several_formats_run_side_by_side(dtype: torch.dtype) -> None:
     assert torch.equal(CompiledLinear.of(*layers)(x), alone)
     order = torch.cat([torch.arange(64).flip(0), torch.arange(64, 119)])
     assert torch.equal(CompiledLinear.of(*layers, order=order)(x), alone[:, order])
-    mixed = torch.arange(119).flip(0)  # panels that hold two formats: as numbers
+    mixed = torch.arange(119).flip(0)  # panels with two formats become numbers
     found = CompiledLinear.of(*layers, order=mixed)
     assert torch.equal(found(x), CompiledLinear(numbers[mixed])(x))
     assert found.nbytes >= numbers.nbytes
@@ -206,7 +206,7 @@ def linear(weight: Tensor) -> nn.Linear:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_large_layers_are_made_in_pieces(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_layers_are_expanded_in_pieces(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, numbers = weight_of("Q4_K", torch.float32)
     bias = torch.randn(len(numbers)) if biased else None
     most, expanded = 0, QuantisedWeight.expanded
@@ -227,7 +227,7 @@ def test_large_layers_are_made_in_pieces(biased: bool, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_weight_is_a_tensor_like_any_other(kept: bool) -> None:
+def test_a_quantised_weight_behaves_like_a_tensor(kept: bool) -> None:
     weight, numbers = weight_of("Q8_0", torch.bfloat16)
     layer = linear(weight)
     if kept:
@@ -253,7 +253,7 @@ def test_a_weight_is_a_tensor_like_any_other(kept: bool) -> None:
     assert torch.equal(copied.double().weight, torch.zeros_like(numbers).double())
 
 
-def test_rows_that_the_host_knows_are_those_of_a_tensor() -> None:
+def test_rows_by_a_list_equal_rows_by_a_tensor() -> None:
     blocks, numbers = zeroed(4, torch.bfloat16)  # all of a file's rows, in order
     for rows in torch.arange(53), torch.arange(53).flip(0):
         weight: Any = blocks if rows[0] == 0 else weights.rows_of(blocks, rows)
@@ -272,7 +272,7 @@ def test_rows_that_the_host_knows_are_those_of_a_tensor() -> None:
 def test_the_likeliest_are_those_of_a_softmax(
     size: int, count: int, scale: float, dtype: torch.dtype
 ) -> None:
-    """Of equal ones the first: of so few values many are."""
+    """The first of equal logits comes first; with so few values many are equal."""
     count, made = min(count, size), torch.Generator().manual_seed(size)
     logits = torch.randint(-9, 10, (3, size), generator=made) * scale / 9
     ids = torch.randint(200_000, (size,), generator=made)
@@ -294,7 +294,7 @@ def test_blocks_cannot_be_changed() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_in_eight_bits_each_number_is_the_nearest_of_its_group(dtype: torch.dtype) -> None:
+def test_in_eight_bits_each_number_is_rounded_to_a_step_of_its_group(dtype: torch.dtype) -> None:
     weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[1, :32], weight[2, 32:] = 0.0, 1e-30
     found = weights.in_8_bits(weight)
@@ -307,6 +307,6 @@ def test_in_eight_bits_each_number_is_the_nearest_of_its_group(dtype: torch.dtyp
     assert bool((error <= steps * 0.51 + groups.abs() * rounding + 1e-29).all())
 
 
-def test_what_eight_bits_cannot_hold_stays() -> None:
+def test_weights_that_do_not_fit_eight_bits_are_kept() -> None:
     for weight in (torch.randn(3, 33), torch.full((3, 32), 1e8), weight_of("Q4_0", DTYPES[0])[0]):
         assert weights.in_8_bits(weight) is weight
