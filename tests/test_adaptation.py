@@ -1,4 +1,4 @@
-"""`adapt`: from a model to heads that draft for it, by a clock that a test turns."""
+"""`adapt`: from a model to heads that draft for it, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.talks import WORDS, save_tiny
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`chat` and `base`, which has no template; both know ten words. The recipe, and questions."""
+    """Models `chat` and `base` (no chat template) of ten words, a recipe, and questions."""
     folder = tmp_path_factory.mktemp("models")
     for name in ("chat", "base"):
         save_tiny(folder / name, vocab_size=len(WORDS))
@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def place_and_clock(monkeypatch: pytest.MonkeyPatch, models: Path) -> None:
-    """Each look at the clock takes a twentieth of a second."""
+    """Work in the folder of models; each reading of the clock advances it by 0.05 s."""
     monkeypatch.chdir(models)
     clock = itertools.count(step=0.05)
     monkeypatch.setattr("selfspec.adaptation.time.monotonic", lambda: next(clock))
@@ -51,7 +51,7 @@ def made(output: Path, **options: Any) -> Report:
 
 @pytest.fixture
 def folder(models: Path, tmp_path: Path) -> Path:
-    """A finished one; a copy of what the first test that wants it made."""
+    """A finished output folder: a copy of one that is made once."""
     kept = models / "kept"
     if not kept.exists():
         made(kept)
@@ -60,7 +60,7 @@ def folder(models: Path, tmp_path: Path) -> Path:
 
 
 def test_one_call_gives_text_heads_and_a_report(folder: Path) -> None:
-    report = made(folder)  # again: nothing is left to do
+    report = made(folder)  # a second run has nothing left to do
     assert {TEXT, HEADS, REPORT, STATE} <= {file.name for file in folder.iterdir()}
     assert report.answer_tokens > 0
     assert len(report.rows) >= 6
@@ -78,7 +78,7 @@ def test_one_call_gives_text_heads_and_a_report(folder: Path) -> None:
     assert fitted.generate("a b c", max_new_tokens=12).token_ids == plain.token_ids
 
 
-def test_with_more_time_it_writes_more_text_and_the_heads_learn_on(folder: Path) -> None:
+def test_more_time_gives_more_text_and_further_fitted_heads(folder: Path) -> None:
     before = json.loads((folder / STATE).read_text())
     text = (folder / TEXT).read_bytes()
     report = made(folder, budget="40s")
@@ -89,7 +89,7 @@ def test_with_more_time_it_writes_more_text_and_the_heads_learn_on(folder: Path)
     assert new["before"] == old
 
 
-def test_a_killed_one_goes_on(tmp_path: Path) -> None:
+def test_a_killed_run_resumes(tmp_path: Path) -> None:
     steps = ("writing", "fitting: step", "calibrating", "comparing")
     for step in steps:
 
@@ -101,11 +101,11 @@ def test_a_killed_one_goes_on(tmp_path: Path) -> None:
             made(tmp_path / "out", show=killed)
     said: list[str] = []
     report = made(tmp_path / "out", show=lambda _spent, _budget, words: said.append(words))
-    assert not any(words.startswith(steps[:3]) for words in said), "what was done is not done again"
+    assert not any(words.startswith(steps[:3]) for words in said), "finished steps are not repeated"
     assert len(report.rows) >= 6
 
 
-def test_more_time_goes_on_behind_a_fit_that_was_killed(
+def test_more_time_resumes_after_a_killed_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
@@ -127,7 +127,7 @@ def test_more_time_goes_on_behind_a_fit_that_was_killed(
         ({"questions": "nothing.jsonl"}, InvalidData, "nothing.jsonl"),
     ],
 )
-def test_what_cannot_be_is_one_line(
+def test_invalid_requests_give_errors_of_one_line(
     folder: Path, options: dict[str, Any], error: type[SelfspecError], field: str
 ) -> None:
     with pytest.raises(error, match=field):
@@ -136,13 +136,13 @@ def test_what_cannot_be_is_one_line(
 
 
 @pytest.mark.parametrize("damage", ["{", '{"spent_s": "long"}'])
-def test_a_damaged_state_is_one_line(folder: Path, damage: str) -> None:
+def test_a_damaged_state_is_named(folder: Path, damage: str) -> None:
     (folder / STATE).write_text(damage)
     with pytest.raises(InvalidData, match=STATE):
         made(folder)
 
 
-def test_folders_of_others_stay(tmp_path: Path) -> None:
+def test_a_users_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / TEXT).write_text("mine")
     with pytest.raises(CannotWrite, match=TEXT):
         made(tmp_path)
@@ -152,10 +152,10 @@ def test_folders_of_others_stay(tmp_path: Path) -> None:
         _Adaptation._features(Mock(folder=tmp_path))
 
 
-def test_a_base_model_writes_on_behind_plain_text(
+def test_a_base_model_writes_continuations_of_plain_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what there is is enough, where a recipe has no more."""
+    """The rows so far are enough if the recipe has no more."""
     admits: Any = iter((selfgen.Admission.admit, Mock(side_effect=InvalidOption("no more rows"))))
     monkeypatch.setattr(selfgen.Admission, "admit", lambda *batch: next(admits)(*batch))
     report = made(tmp_path / "out", model="base", raw=True)
@@ -165,13 +165,13 @@ def test_a_base_model_writes_on_behind_plain_text(
     assert report.rows[0].task == "held out"
 
 
-def test_own_questions_are_asked_or_kept_back(tmp_path: Path) -> None:
+def test_a_users_questions_are_asked_or_held_out(tmp_path: Path) -> None:
     report = made(tmp_path / "out", questions="own.jsonl")
     assert [row.task for row in report.rows] == ["your questions"] * 2
     assert not report.used, "two prompts show nothing"
     rows = Path("own.jsonl").read_text().splitlines(keepends=True)
     Path("others.jsonl").write_text("".join(rows[::-1]))
-    with pytest.raises(InvalidOption, match="questions"):  # what was kept back may be learned now
+    with pytest.raises(InvalidOption, match="questions"):  # held-out questions would be fitted now
         made(tmp_path / "out", questions="others.jsonl", budget="60s")
     assert tmp_path / "out" / HEADS not in known_folders()
 
@@ -180,12 +180,12 @@ def test_own_questions_are_asked_or_kept_back(tmp_path: Path) -> None:
     ("seconds", "drafts", "faster"),
     [
         ((1.0, 0.9, 0.5), True, True),
-        ((1.0, 0.9, 0.5), False, False),  # both ways are prompt lookup: that is noise
+        ((1.0, 0.9, 0.5), False, False),  # both sides are prompt lookup: a difference is noise
         ((1.0, 0.4, 0.5), True, False),
         ((0.4, 0.9, 0.5), True, False),
     ],
 )
-def test_heads_that_slow_are_not_faster(seconds: Any, drafts: bool, faster: bool) -> None:
+def test_slower_heads_are_not_reported_as_faster(seconds: Any, drafts: bool, faster: bool) -> None:
     common: dict[str, Any] = {"model": "chat", "heads": Path(HEADS), "used": False, "spent_s": 1.0}
     common["drafts"] = drafts
     rows = [Row("task", 10, list(seconds), 5, same=True)] * 6
@@ -195,7 +195,7 @@ def test_heads_that_slow_are_not_faster(seconds: Any, drafts: bool, faster: bool
     assert report.gain("prompt lookup").ratio == pytest.approx(seconds[1] / seconds[2])
 
 
-def test_texts_that_part_are_compared_by_their_tokens() -> None:
+def test_differing_texts_are_compared_by_tokens_per_second() -> None:
     stats = Mock(decode_s=1.0, rounds=3)
     texts = [Mock(token_ids=[7] * (count + 1), stats=stats) for count in (8, 4, 16)]
     own = Mock(_state=Mock(asked=0), _answered=Mock(side_effect=texts))
@@ -203,7 +203,7 @@ def test_texts_that_part_are_compared_by_their_tokens() -> None:
     assert row == Row("task", 16, [2.0, 4.0, 1.0], 3, same=False)
 
 
-def test_faster_heads_are_used_by_themselves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faster_heads_are_used_by_default(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = json.loads((folder / STATE).read_text()) | {"finished": False}
     (folder / STATE).write_text(json.dumps(state))  # as before its last step
     monkeypatch.setattr(Report, "faster", True)

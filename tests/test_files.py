@@ -1,7 +1,7 @@
-"""Files: written whole or not at all, over nothing of others, by one at a time; read with bounds.
+"""Files: atomic writes by one process at a time, only over our own files; reads with limits.
 
-Everything that writes fills a folder twice: modes by the umask, no link followed, nothing lost on a
-full disk; the second time it replaces what it wrote.
+Every writer fills a folder twice, the second time over its own files: modes follow the umask, links
+are not followed, and a full disk loses nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def ours(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, OSError])
-def test_an_error_in_writing_leaves_what_was_there(ours: Path, error: type[BaseException]) -> None:
+def test_an_error_in_writing_leaves_the_old_files(ours: Path, error: type[BaseException]) -> None:
     before = snapshot(ours.parent)
 
     def file() -> None:
@@ -66,14 +66,14 @@ def test_an_error_in_writing_leaves_what_was_there(ours: Path, error: type[BaseE
     assert snapshot(ours.parent) == before
 
 
-def test_what_a_library_makes_beside_the_new_file_goes_with_it(ours: Path) -> None:
-    """safetensors writes under a name of its own choice first, and a kill leaves that behind."""
+def test_temporary_files_of_a_library_are_removed_too(ours: Path) -> None:
+    """safetensors first writes to a file of its own, which a killed process leaves behind."""
     before = snapshot(ours.parent)
     child = os.fork()
     if child == 0:
         with files.replacing(ours) as new:
             (new.parent / ".tmpX1y2Z3").write_text("half")
-            os._exit(0)  # as if killed: nothing is tidied
+            os._exit(0)  # as if killed: no cleanup
     os.waitpid(child, 0)
     assert snapshot(ours.parent) != before
     with files.locked(ours):
@@ -136,7 +136,7 @@ with files.locked(Path(sys.argv[1])):
 """
 
 
-def test_an_output_has_one_writer_and_a_killed_one_is_none(tmp_path: Path) -> None:
+def test_an_output_has_one_writer_and_a_killed_writer_holds_no_lock(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-c", HOLD, str(out)]
     root = Path(__file__).parents[1]
@@ -151,7 +151,7 @@ def test_an_output_has_one_writer_and_a_killed_one_is_none(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_killed_processes_left_is_cleared_and_put_back(tmp_path: Path) -> None:
+def test_leftovers_of_killed_processes_are_removed_or_restored(tmp_path: Path) -> None:
     for name in ("out.txt", "out.txt.run.json", "mine.txt"):
         (tmp_path / f".{name}.a_1bcdef.new").mkdir()
     files.write(tmp_path / "out.txt", "whole")
@@ -165,7 +165,7 @@ def test_what_killed_processes_left_is_cleared_and_put_back(tmp_path: Path) -> N
             assert (tmp_path / name / "kept").read_text() == name
 
 
-def test_what_others_are_writing_near_a_locked_output_stays(tmp_path: Path) -> None:
+def test_files_that_others_write_near_a_locked_output_stay(tmp_path: Path) -> None:
     for name in ("out.v2", "out/below", "out/some/where"):
         with files.replacing(tmp_path / name) as new, files.locked(tmp_path / "out"):
             new.write_text("whole")
@@ -222,7 +222,7 @@ def mask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_modes_are_those_of_the_umask_and_stay(
+def test_modes_follow_the_umask_and_are_kept(
     writer: str, tmp_path: Path, backbone: Backbone, mask: int
 ) -> None:
     WRITERS[writer](tmp_path, backbone)
@@ -252,7 +252,7 @@ def test_no_link_is_followed(writer: str, tmp_path: Path, backbone: Backbone) ->
             WRITERS[writer](place, backbone)
         assert victim.read_text() == "mine"
         assert before.items() <= snapshot(place).items()
-    # nor one that somebody who knows the process and the output lays under a temporary name
+    # nor a link planted under a temporary name that could be guessed
     for name in {path.name for path in first.rglob("*")}:
         (trap / name).symlink_to(victim)
         for end in (f"{os.getpid()}.new", f"{os.getpid()}.old", "new", "tmp"):
@@ -284,16 +284,16 @@ def test_a_full_disk_leaves_the_old_files(writer: str, tmp_path: Path, backbone:
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs a second user")
 @pytest.mark.parametrize("writer", ["text", "a folder", "a checkpoint", "a run of data"])
-def test_in_a_folder_of_somebody_else(writer: str, backbone: Backbone) -> None:
-    """One that all may write to takes what is ours; one that none may, a line."""
-    place = tempfile.TemporaryDirectory()  # nobody else may enter those of pytest
+def test_a_folder_of_another_user(writer: str, backbone: Backbone) -> None:
+    """A folder open to all takes our files; a closed folder gives an error of one line."""
+    place = tempfile.TemporaryDirectory()  # other users may not enter pytest's
     folder = Path(place.name)
     folder.chmod(0o755)
     shared, closed = folder / "shared", folder / "closed"
     shared.mkdir()
     shared.chmod(0o1777)
     closed.mkdir(mode=0o755)
-    "".encode("utf-8-sig")  # a module of Python's that nobody may be unable to read
+    "".encode("utf-8-sig")  # import now: user 65534 may not read Python's folder
     child = os.fork()
     if child == 0:
         os.setuid(65534)
@@ -313,8 +313,8 @@ def test_in_a_folder_of_somebody_else(writer: str, backbone: Backbone) -> None:
 
 
 @pytest.mark.parametrize("writer", sorted({*WRITERS} - {"text", "a line more", "a folder"}))
-def test_what_we_wrote_is_known_again(writer: str, tmp_path: Path, backbone: Backbone) -> None:
-    """By its first bytes; what only speaks of selfspec is somebody's own."""
+def test_our_own_files_are_recognised(writer: str, tmp_path: Path, backbone: Backbone) -> None:
+    """By their first bytes; a file that only mentions selfspec is a user's own."""
     marked = {"answers", "a conversation", "a trace", "a card", "a run of bench"}
     WRITERS[writer](tmp_path, backbone)
     whole = [files.written_here(path) for path in sorted(tmp_path.iterdir())]
@@ -333,13 +333,13 @@ def test_what_we_wrote_is_known_again(writer: str, tmp_path: Path, backbone: Bac
         "\n# written by selfspec bench\n",
     ],
 )
-def test_words_about_selfspec_are_no_mark(text: str, ours: Path) -> None:
+def test_mentioning_selfspec_is_no_mark(text: str, ours: Path) -> None:
     ours.write_text(text)
     with pytest.raises(CannotWrite, match="was not written by selfspec"):
         files.check_file(ours, overwrite=True)
 
 
-def test_a_command_does_not_write_over_what_it_reads(tmp_path: Path) -> None:
+def test_a_command_does_not_overwrite_its_inputs(tmp_path: Path) -> None:
     path = tmp_path / report.RUN
     path.write_text("# written by selfspec bench\n")
     (tmp_path / "link").symlink_to(path)
@@ -355,7 +355,7 @@ def test_a_command_does_not_write_over_what_it_reads(tmp_path: Path) -> None:
     assert files.check_file(path, overwrite=True, reads=others) == path
 
 
-# --- reading: what is refused, with a line that names the file, and what is read
+# --- reading: files that are refused, with a line that names the file, and valid ones
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 13)
@@ -379,7 +379,7 @@ def lines(file: Path) -> list[tuple[int, str]]:
 
 YAML = [
     (BOMB, r"has the alias \*a0\. Write out its value"),
-    ("[" * 10_000, "nest(ed too|ing)"),  # ours, or libyaml's own
+    ("[" * 10_000, "nest(ed too|ing)"),  # our message, or libyaml's
     ("a: 1\nb: 2\na: 3", "has the key 'a' twice"),
     ("x: 1" + ":10" * 10_000, "a word of more than"),
     ("a: b\n" * 300_000, "more than 1048576 bytes"),
@@ -450,7 +450,7 @@ def test_lines_come_with_their_numbers_and_without_blank_ones(file: Path) -> Non
         ("/dev/zero", "is a device"),
     ],
 )
-def test_what_is_no_file_is_named(tmp_path: Path, read: Any, name: str, words: str) -> None:
+def test_a_path_that_is_no_file_is_named(tmp_path: Path, read: Any, name: str, words: str) -> None:
     put(tmp_path / "file", "1")
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(InvalidData, match=words):
@@ -469,7 +469,7 @@ def test_a_pipe_is_read_and_one_without_a_writer_is_empty(tmp_path: Path) -> Non
         os.close(reader)
 
 
-def test_only_whole_tensors_behind_a_small_header_are_taken(file: Path) -> None:
+def test_only_whole_tensors_after_a_small_header_are_accepted(file: Path) -> None:
     head = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     whole = struct.pack("<Q", len(head)) + head + bytes(8)
     assert files.check_safetensors(put(file, whole)) == {"a": ("F32", [2])}
