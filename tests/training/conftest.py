@@ -16,5 +16,5 @@ def talks(backbone: Backbone) -> Talks:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
-    """Not to be changed."""
+    """A tokenizer that tests must not change."""
     return make_tokenizer()

@@ -1,4 +1,4 @@
-"""A recipe's rows depend on their number alone, and nothing in it comes from a benchmark."""
+"""Rows of a recipe depend on number and seed alone, and nothing comes from a benchmark."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPEC_BENCH = ROOT.parent / "shared" / "data" / "spec_bench" / "question_dev.json
 
 @pytest.fixture
 def passages(tmp_path: Path) -> Passages:
-    """Two English files, a German one, one of a language that no recipe names."""
+    """Two English files, a German one, and one of a language that no recipe names."""
     for name, text in (
         ("docs/\udcff.txt", "One.\n\nTwo.\n \nThree."),
         ("b.md", "Four.\r\n\r\nFive."),
@@ -57,7 +57,7 @@ def test_the_built_in_recipe_has_every_kind_and_no_family_above_a_tenth() -> Non
     assert all(any(getattr(family, kind) for family in recipe.families) for kind in kinds)
     assert {len(ask) for family in recipe.families for ask in family.ask} >= {1, 2, 3, 4}
     used = "".join(turn or "" for f in recipe.families for ask in f.ask for turn in ask)
-    assert all(f"{{{name}}}" in used for name in recipe.lists), "a list that nothing uses"
+    assert all(f"{{{name}}}" in used for name in recipe.lists), "an unused list"
 
 
 def test_the_recipe_shares_no_eight_words_with_a_benchmark() -> None:
@@ -82,7 +82,7 @@ def test_the_recipe_shares_no_eight_words_with_a_benchmark() -> None:
 # --- rows
 
 
-def test_a_deck_deals_each_card_once_before_any_comes_again() -> None:
+def test_a_deck_deals_each_card_once_before_any_repeats() -> None:
     first, second = ([deal(7, n + start, "seed") for n in range(7)] for start in (0, 7))
     assert sorted(first) == sorted(second) == list(range(7))
     assert first != second
@@ -112,7 +112,7 @@ def test_families_have_their_share_evenly_spread(tmp_path: Path) -> None:
     )
 
 
-def test_own_prompts_are_asked_once_with_their_braces(tmp_path: Path) -> None:
+def test_a_users_prompts_are_asked_once_with_their_braces(tmp_path: Path) -> None:
     own = [("what is {x}?",), ("first", "second")]
     prompts = Prompts(recipe_of(RECIPE, tmp_path), Passages(), 0, own)
     rows = [prompts.row(number) for number in range(1000)]
@@ -145,7 +145,7 @@ def test_passages_are_paragraphs_of_a_language(passages: Passages, tmp_path: Pat
     assert Passages(tmp_path / "passages", ("en", "fr")).languages == {"en"}
 
 
-def test_another_text_is_another_digest(passages: Passages, tmp_path: Path) -> None:
+def test_the_digest_changes_with_the_text(passages: Passages, tmp_path: Path) -> None:
     before = passages.digest
     assert Passages(tmp_path / "passages", ("en", "de")).digest == before
     (tmp_path / "passages" / "b.md").write_text("Four.")
@@ -174,7 +174,7 @@ def test_families_without_passages_are_left_out(passages: Passages, tmp_path: Pa
         Prompts(recipe, Passages(), 0, invents=False)
 
 
-# --- what is refused
+# --- errors
 
 
 GOOD: dict[str, Any] = {"weight": 1, "ask": ["{word}"]}
@@ -210,7 +210,7 @@ GOOD: dict[str, Any] = {"weight": 1, "ask": ["{word}"]}
         ("written-share: 2\nfamilies: {f: {weight: 1, ask: [a]}}", "written-share is 2"),
     ],
 )
-def test_a_wrong_family_or_file_is_one_line(tmp_path: Path, wrong: Any, reason: str) -> None:
+def test_a_wrong_family_or_file_gives_one_line(tmp_path: Path, wrong: Any, reason: str) -> None:
     if isinstance(wrong, dict):
         wrong = yaml.safe_dump({"families": {"f": GOOD | wrong}, "lists": {"word": ["a"]}})
     with pytest.raises(InvalidData) as caught:
@@ -220,7 +220,7 @@ def test_a_wrong_family_or_file_is_one_line(tmp_path: Path, wrong: Any, reason: 
     assert "\n" not in str(caught.value)
 
 
-# --- the way of training/README.md, from a bare clone
+# --- the commands of training/README.md, from a bare clone
 
 
 GUIDE = (ROOT / "training" / "README.md").read_text(encoding="utf-8")
@@ -242,10 +242,10 @@ SMALL = {
     "batch_tokens": "64",
     "epochs": "1",
 }
-"""What makes the commands small; as variables, so that their words stay as they are."""
+"""Small sizes for the commands, as environment variables, so that their words stay."""
 
 
-def test_every_file_that_is_read_was_written_before_or_is_in_the_repository() -> None:
+def test_every_input_file_was_written_before_or_is_in_the_repository() -> None:
     assert len(COMMANDS) >= 12
     written: set[str] = set()
     for words in COMMANDS:
@@ -255,7 +255,7 @@ def test_every_file_that_is_read_was_written_before_or_is_in_the_repository() ->
         written |= {name for flag, name in itertools.pairwise(words) if flag in WRITTEN}
 
 
-def test_the_first_commands_lead_to_calibrated_heads_that_are_used_by_themselves(
+def test_the_first_commands_give_calibrated_heads_that_are_used_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_tiny(tmp_path / "MODEL", vocab_size=len(WORDS))
@@ -263,7 +263,7 @@ def test_the_first_commands_lead_to_calibrated_heads_that_are_used_by_themselves
     monkeypatch.chdir(tmp_path)
     for name, value in SMALL.items():
         monkeypatch.setenv(f"SELFSPEC_{name.upper()}", value)
-    steps = COMMANDS[1:6]  # behind `adapt`, which tests/test_adaptation.py runs
+    steps = COMMANDS[1:6]  # after `adapt`, which tests/test_adaptation.py runs
     names = ["data", "fit", "data", "calibrate", "generate"]
     assert [words[1] for words in steps] == names
     for program, *words in steps:

@@ -1,6 +1,6 @@
-"""Rows in the formats that people have become conversations, and conversations batches.
+"""Rows in common formats become conversations, and conversations become batches.
 
-A damaged row is one line that names file, line and reason; no file is changed.
+A damaged row gives an error of one line with file, line and reason; no file is changed.
 """
 
 # mypy: disable-error-code="var-annotated"
@@ -58,7 +58,7 @@ def numbers(path: Path, **options: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "record", [{"messages": TALK}, {"conversations": SHARED}, {"conversations": TALK}]
 )
-def test_formats_say_the_same(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+def test_formats_are_equivalent(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Every assistant turn is an answer, up to its end token."""
     assert text.messages_of(record) == TALK
     ids, answers = text.encoded(record, tokenizer)
@@ -70,12 +70,12 @@ def test_formats_say_the_same(record: dict[str, Any], tokenizer: PreTrainedToken
 
 @pytest.mark.parametrize(
     ("turns", "answers"),
-    [  # an end token behind the last turn alone, and behind users' turns alone
+    [  # an end token only after the last turn, and only after users' turns
         ("{{ m.role }} {{ m.content }} {% if loop.last %}<end>{% endif %}", ["b", "a a <end>"]),
         ("{{ m.role }} {{ m.content }} {% if m.role == 'user' %}<end> {% endif %}", ["b", "a a"]),
     ],
 )
-def test_templates_end_turns_in_ways_of_their_own(turns: str, answers: list[str]) -> None:
+def test_templates_may_end_turns_in_any_way(turns: str, answers: list[str]) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}" + turns + "{% endfor %}"
@@ -88,12 +88,12 @@ def test_templates_end_turns_in_ways_of_their_own(turns: str, answers: list[str]
 @pytest.mark.parametrize(
     ("record", "ids", "answers"),
     [
-        ({"text": "a b c"}, (7, 8, 9), ((1, 3),)),  # every token but the first is to be learned
+        ({"text": "a b c"}, (7, 8, 9), ((1, 3),)),  # every token but the first is learned
         ({"input_ids": [5, 6, 7], "answer_start": 2}, (5, 6, 7), ((2, 3),)),
         ({"input_ids": [5, 6, 7], "answers": [[1, 2], [2, 3]]}, (5, 6, 7), ((1, 2), (2, 3))),
     ],
 )
-def test_ids_and_text_say_what_is_learned(
+def test_ids_and_text_set_the_learned_tokens(
     record: Any, ids: Any, answers: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     assert text.encoded(record, tokenizer) == (ids, answers)
@@ -157,7 +157,7 @@ def test_text_and_messages_need_a_tokenizer(record: dict[str, Any]) -> None:
         text.encoded(record, None)
 
 
-def test_what_the_template_refuses_is_a_reason() -> None:
+def test_a_templates_refusal_is_the_reason() -> None:
     picky = make_tokenizer()
     picky.chat_template = "{{ raise_exception('no system here') }}"
     with pytest.raises(InvalidPrompt, match="does not take these messages: no system here"):
@@ -170,7 +170,7 @@ def test_what_the_template_refuses_is_a_reason() -> None:
 # --- sources
 
 
-def test_lines_are_read_with_their_numbers_and_empty_ones_are_none(tmp_path: Path) -> None:
+def test_lines_are_read_with_their_numbers_and_blank_ones_skipped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"n": 1}\r\n\n{"n": 2}')
     assert [place for place, _ in text.rows(path)] == ["line 1", "line 3"]
@@ -182,7 +182,7 @@ LINES, ARRAY = b'{"n": 1}\n{"n": 2}\n', b' [{"n": 1},\n {"n": 2}]'
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt", "a.json", "a.json.gz"])
 @pytest.mark.parametrize("content", [LINES, ARRAY])
-def test_lines_may_be_anywhere_arrays_in_json(tmp_path: Path, name: str, content: bytes) -> None:
+def test_only_json_files_may_hold_an_array(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     whole = content == LINES or name.removesuffix(".gz") == "a.json"
     assert numbers(tmp_path / name, skip_bad_rows=True) == ([1, 2] if whole else [])
@@ -203,7 +203,7 @@ CONTENTS: dict[str, tuple[str, bytes]] = {
     "only blank lines for 8193 bytes": ("a.jsonl.gz", gzip.compress(b"\n" * (1 << 20))),
     "has over 65536 bytes": ("a.json.gz", gzip.compress(b"[" + b" " * (1 << 24))),
 }
-"""By words of the error."""
+"""File name and content, by words of the error."""
 
 
 @pytest.mark.parametrize("words", CONTENTS)
@@ -238,7 +238,7 @@ def test_a_line_that_is_too_long_is_a_bad_row(
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "./none"])
-def test_a_missing_file_is_not_taken_for_a_data_set(name: str) -> None:
+def test_a_missing_file_is_not_mistaken_for_a_data_set(name: str) -> None:
     with pytest.raises(InvalidData, match=f"cannot read {Path(name)}: .*No such file"):
         next(text.rows(name))
 
@@ -333,10 +333,10 @@ def test_batches_are_appended_and_recorded(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("whole", [0, 1, 2])
 @pytest.mark.parametrize("written", [0, 5, None])
-def test_what_a_killed_run_left_behind_is_cut_off(
+def test_leftovers_of_a_killed_run_are_cut_off(
     tmp_path: Path, name: str, whole: int, written: int | None
 ) -> None:
-    """The batch behind `whole` ones, as far as its first `written` bytes."""
+    """The run wrote `whole` batches, and `written` bytes of the next one."""
     filled(tmp_path / "expected" / name)
     path = tmp_path / name
     writer = filled(path, 0, whole)
@@ -353,8 +353,8 @@ def test_what_a_killed_run_left_behind_is_cut_off(
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("coming", [0, 1], ids=["whole", "killed"])
 @pytest.mark.parametrize("added", [b'{"mi', b"\n", gzip.compress(b"mine\n", mtime=0)])
-def test_lines_of_others_are_kept(tmp_path: Path, name: str, coming: int, added: bytes) -> None:
-    """After a whole run, and after one that was killed while it wrote a batch."""
+def test_lines_of_users_are_kept(tmp_path: Path, name: str, coming: int, added: bytes) -> None:
+    """After a whole run, and after a run that was killed while it wrote a batch."""
     path = tmp_path / name
     writer = filled(path)
     block = writer._block(BATCHES[0]) * coming
@@ -367,7 +367,7 @@ def test_lines_of_others_are_kept(tmp_path: Path, name: str, coming: int, added:
     assert path.read_bytes() == before
 
 
-def test_a_run_that_is_stopped_at_its_record_goes_on(
+def test_a_run_that_was_stopped_after_saving_its_record_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, saves = tmp_path / "a.jsonl", [None, KeyboardInterrupt]
@@ -385,7 +385,7 @@ def test_a_run_that_is_stopped_at_its_record_goes_on(
     assert opened(path).batches == 2
 
 
-def test_other_versions_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_versions_give_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     filled(tmp_path / "a.jsonl")
     with caplog.at_level(logging.WARNING):
         opened(tmp_path / "a.jsonl")
