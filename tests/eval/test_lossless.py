@@ -20,10 +20,10 @@ RUN_BY = {
 }
 """Families of an executor; cuda-graph runs uncaptured here, and is compared in float64 for all."""
 
-WHOLE = ("llama", "gemma3")  # families that meet all kinds of drafts
+WHOLE = ("llama", "gemma3")  # families that run all kinds of drafts
 
 ASKED = (*ladder.FEW, "mixed over exits", "deep with states", "fewer layers", "lookahead")
-"""Each asks layers for something else; the rest only choose tokens otherwise."""
+"""Drafters that use layers in different ways; others differ only in the tokens they choose."""
 
 
 def cells(*executors: str) -> list[tuple[str, str]]:
@@ -39,7 +39,7 @@ def kinds(family: str, others: ladder.Kinds = ladder.FEW) -> ladder.Kinds:
 def test_drafts_change_no_bit_of_a_logit(family: str, executor: str, dtype: torch.dtype) -> None:
     backbone = wrapped(family, dtype, executor)
     shape = ladder.FREE if executor == "fused" else ladder.FIXED
-    # longer than the sliding windows; once shorter than a pinned pass
+    # longer than the sliding windows, then shorter than a pinned pass
     ladder.check_draft_invariance(backbone, random_ids(13), shape, kinds=kinds(family))
     if dtype == torch.float32:
         ladder.check_draft_invariance(backbone, random_ids(1), shape, kinds=ladder.FEW)
@@ -57,8 +57,8 @@ def test_float64_tokens_equal_hugging_face(family: str, executor: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("family", "executor"), cells(*RUN_BY))
-def test_texts_part_at_near_ties_alone(family: str, executor: str, dtype: torch.dtype) -> None:
-    """And in bfloat16 each token lies within noise of float32's best."""
+def test_texts_differ_only_at_near_ties(family: str, executor: str, dtype: torch.dtype) -> None:
+    """In bfloat16 each token is also within noise of float32's best."""
     backbone = wrapped(family, dtype, executor)
     heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
     options = ladder.EAGER.updated({"drafter": ladder.LOW})

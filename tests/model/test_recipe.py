@@ -1,4 +1,4 @@
-"""Layers as data: every family's own numbers, found by asking its parts."""
+"""Layers as data: the settings of every family, found by running its modules."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.models import make_model, needs_compiler, random_ids
 
 FAMILIES = [
     *("llama", "mistral", "qwen2", "qwen3"),
-    *("gemma", "gemma2", "gemma3_text", "vaultgemma"),  # offsets, norms behind, two rotations
-    *("cohere", "cohere2", "phi", "gpt_neox", "stablelm"),  # side by side, parts rotated
-    *("olmo2", "olmo3", "exaone4"),  # norms behind alone, over whole rows, layers unrotated
-    *("glm", "glm4", "helium", "ernie4_5", "smollm3"),  # neighbours rotated
+    *("gemma", "gemma2", "gemma3_text", "vaultgemma"),  # offsets, post-norms, two rotations
+    *("cohere", "cohere2", "phi", "gpt_neox", "stablelm"),  # parallel, partly rotated
+    *("olmo2", "olmo3", "exaone4"),  # only post-norms, whole-row norms, unrotated layers
+    *("glm", "glm4", "helium", "ernie4_5", "smollm3"),  # interleaved rotations
     *("phi3", "granite", "hyperclovax", "hunyuan_v1_dense"),  # joined weights, factors
     *("starcoder2", "nemotron", "arcee", "jais2"),  # MLPs without gates, biases
     *("mixtral", "qwen3_moe", "flex_olmo", "olmoe", "cohere2_moe"),  # experts
@@ -47,7 +47,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_default_dtype_that_a_script_sets_decides_nothing(dtype: torch.dtype) -> None:
+def test_torchs_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
     model, before = make_model("llama"), torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -59,7 +59,7 @@ def test_the_default_dtype_that_a_script_sets_decides_nothing(dtype: torch.dtype
 @needs_compiler
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_code_runs_the_family(family: str) -> None:
-    """As exact as the model's own modules; and a row's bits are its own, also on a branch.
+    """As exact as the model's own modules; no other row changes a row's bits, also on a branch.
 
     The branch is kept across the end of a block of 64 positions.
     """
@@ -86,7 +86,7 @@ def test_compiled_code_runs_the_family(family: str) -> None:
         assert torch.equal(backbone.logits(hidden), found[65:])
 
 
-def test_norms_and_routers_of_another_kind_are_refused() -> None:
+def test_unknown_norms_and_routers_are_refused() -> None:
     with pytest.raises(ValueError, match="Linear shares rows out in an unknown way"):
         shares_of(nn.Linear(32, 4), torch.float32)
     with pytest.raises(ValueError, match="Softmax is neither RMSNorm nor LayerNorm"):
@@ -97,14 +97,14 @@ def test_norms_and_routers_of_another_kind_are_refused() -> None:
 
 @needs_compiler
 def test_experts_run_in_bfloat16_too() -> None:
-    """Rounding takes another expert here and there, which is no error."""
+    """Rounding may choose another expert, which is no error."""
     backbone, ids = Backbone(tiny_model("mixtral", torch.bfloat16)), torch.arange(40)
     assert backbone.executor_name == "fused"
     assert torch.equal(passed(backbone, ids, [1, 30, 9]), passed(backbone, ids, [40]))
 
 
 @needs_compiler
-def test_rows_shared_out_otherwise_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_routing_of_rows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = shares_of
     monkeypatch.setattr(recipe, "shares_of", lambda *asked: replace(right(*asked), each=1))
     backbone = Backbone(tiny_model("mixtral", torch.float32))
@@ -113,8 +113,8 @@ def test_rows_shared_out_otherwise_are_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_compiler
-def test_a_model_in_training_is_asked_as_in_evaluation() -> None:
-    """Its dropout would make a layer without rotations look as if it had some."""
+def test_a_model_in_training_mode_is_examined_in_evaluation_mode() -> None:
+    """Dropout would make a layer without rotations look like a rotated one."""
     model: Any = tiny_model("smollm3", torch.float32).train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
@@ -122,7 +122,7 @@ def test_a_model_in_training_is_asked_as_in_evaluation() -> None:
     assert model.training
 
 
-def test_rotations_in_another_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_rotations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of(make_model("llama"))
     attention: Any = parts.layers[0].self_attn
     module = "transformers.models.llama.modeling_llama.apply_rotary_pos_emb"
