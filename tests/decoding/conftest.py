@@ -1,4 +1,4 @@
-"""The speculators that tests of decoding share, and a model that notes its passes."""
+"""Speculators that the tests of decoding share, and a model that records its passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.talks import make_tokenizer
 
 @pytest.fixture(scope="module")
 def eager(exact: Any, tmp_path_factory: pytest.TempPathFactory) -> Speculator:
-    """Whatever drafts, drafts all the time, mostly wrongly; prompt lookup in full."""
+    """A speculator whose drafters always draft, mostly wrongly, and whose rows cost nothing."""
     store = tmp_path_factory.mktemp("store") / "store.safetensors"
     Datastore.of(random_ids(20_000).tolist(), make_tokenizer()).save(store)
     second = make_model("llama", torch.float64, num_hidden_layers=2)
@@ -31,7 +31,7 @@ def eager(exact: Any, tmp_path_factory: pytest.TempPathFactory) -> Speculator:
 
 
 class WatchedBackbone(Backbone):
-    """A Llama in float64 that notes the positions and layers of every pass.
+    """A Llama in float64 that records the positions and layers of every pass.
 
     It checks the cache's invariants on entry.
     """

@@ -1,4 +1,4 @@
-"""Draft controllers, against runs worked by hand from their documents' formulas."""
+"""Draft controllers, against runs worked by hand from the formulas of their papers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfspec.options import CONTROLLERS, Exit
 
 
 def lengths(controller: DraftController, kept: list[int | tuple[int, int]]) -> list[int]:
-    """W_max of each round, the last one behind the list; kept: accepted, or (drafted, accepted)."""
+    """W_max of each round and of the next; `kept`: accepted, or (drafted, accepted)."""
     found = [controller.begin()]
     for entry in kept:
         drafted, accepted = entry if isinstance(entry, tuple) else (found[-1], entry)
@@ -33,7 +33,7 @@ def confident(controller: DraftController, confidences: list[float]) -> int:
 
 
 def made(said: str, length: int) -> DraftController:
-    """Between 1 and 10 unless `said`."""
+    """A controller with lengths from 1 to 10 unless `said` sets others."""
     return make_controller(SpeculationOptions().updated({"controller": said}), length)
 
 
@@ -55,7 +55,7 @@ def made(said: str, length: int) -> DraftController:
         ("gammatune-plus:rate=0.5", 4, [4, 2, 0, 2], [4, 5, 4, 2, 3]),
         # means 3.5, 2.45, 1.715; from the rounded lengths the last would be 0.7 * 3 = 2.1, up to 3
         ("gammatune", 5, [0, 0, 0], [5, 4, 3, 2]),
-        ("gammatune:rate=1", 10, [10, 0, 1], [10, 10, 1, 3]),  # back from a bound at once
+        ("gammatune:rate=1", 10, [10, 0, 1], [10, 10, 1, 3]),  # leaves a bound at once
         ("gammatune", 24, [], [10]),
         ("gammatune:shortest=3", 1, [0], [3, 3]),
     ],
@@ -77,7 +77,7 @@ def test_lengths_of_rounds_by_hand(
         ("gammatune-plus", 4, [0.9, 0.3, 0.9, 0.9], 2),
         ("gammatune-plus:threshold=0.95", 4, [0.9], 1),
         ("cm-asd:shortest=2", 4, [1.0] * 10, 10),
-        # k after each: floor(0.5 * 10) all along
+        # k after each token: always floor(0.5 * 10)
         ("cm-asd:shortest=2", 4, [0.5] * 10, 5),
         # k: 9, floor(10 * 0.55) = 5, floor(10 * 0.4333) = 4, floor(10 * 0.35) = 3 < 4 drafted
         ("cm-asd:shortest=2", 4, [0.9, 0.2, 0.2, 0.1, 0.9], 4),
@@ -87,11 +87,11 @@ def test_lengths_of_rounds_by_hand(
         ("cm-asd:longest=4", 4, [1.0] * 4, 4),
     ],
 )
-def test_a_round_goes_on_while_its_tokens_are_sure_enough(
+def test_a_round_continues_while_its_tokens_are_confident_enough(
     said: str, length: int, confidences: list[float], drafted: int
 ) -> None:
     controller = made(said, length)
-    for _ in range(2):  # nothing is left of the round before
+    for _ in range(2):  # no state is left from the previous round
         assert confident(controller, confidences) == drafted
 
 

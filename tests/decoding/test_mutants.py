@@ -1,4 +1,4 @@
-"""Planted bugs: each must make a rung of the ladder fail, or the ladder proves nothing."""
+"""Planted bugs: each must make a rung of the ladder fail."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def truncate_one_too_few(patch: pytest.MonkeyPatch) -> None:
 
 
 def truncate_nothing_but_the_first_layer(patch: pytest.MonkeyPatch) -> None:
-    """Deep layers keep what was rejected."""
+    """Deep layers keep rejected rows."""
     right = KVCache.truncate
 
     def wrong(self: KVCache, length: int, first: int = 0, last: int | None = None) -> None:
@@ -94,7 +94,7 @@ def rows_judged_one_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_draft_stays(patch: pytest.MonkeyPatch) -> None:
-    """Drafts are committed without a look at the target."""
+    """Drafts are committed without verification."""
     right = GreedyMatch.verdict
 
     def wrong(
@@ -136,7 +136,7 @@ def residual_is_the_target(patch: pytest.MonkeyPatch) -> None:
 
 
 def exit_looks_at_the_drawn_token(patch: pytest.MonkeyPatch) -> None:
-    """A draft is withdrawn where the drawn token was unlikely: the rest is biased to the likely."""
+    """A draft is withdrawn if the drawn token was unlikely, so kept drafts are biased."""
     right = ExitDrafter._first_exit
 
     def wrong(self: ExitDrafter, *args: Any) -> Steps[Any]:
@@ -148,8 +148,8 @@ def exit_looks_at_the_drawn_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ExitDrafter, "_first_exit", wrong)
 
 
-def law_of_another_temperature(patch: pytest.MonkeyPatch) -> None:
-    """The law that acceptance divides by is not the one the draft was drawn from."""
+def distribution_of_another_temperature(patch: pytest.MonkeyPatch) -> None:
+    """Acceptance divides by another distribution than the draft was drawn from."""
     right = Sampler.choose
 
     def wrong(self: Sampler, ids: Tensor, logits: Tensor, **options: Any) -> DraftToken:
@@ -160,7 +160,7 @@ def law_of_another_temperature(patch: pytest.MonkeyPatch) -> None:
 
 
 SAMPLING_MUTANTS = [
-    *(residual_is_the_target, exit_looks_at_the_drawn_token, law_of_another_temperature)
+    *(residual_is_the_target, exit_looks_at_the_drawn_token, distribution_of_another_temperature)
 ]
 
 
