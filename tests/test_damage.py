@@ -1,4 +1,4 @@
-"""Any damage to a file from outside is one line of ours, or does no harm; for every format.
+"""Any damage to an input file gives an error of one line or does no harm, for every format.
 
 `make hostile` tries 3,000 damaged files of each format, the suite a few.
 """
@@ -38,7 +38,7 @@ from tests.models import VOCAB_SIZE, make_model
 from tests.talks import make_talks, make_tokenizer
 from tests.traces import long_trace
 
-MOST_MEMORY = 1 << 30  # bytes to read a damaged file; each of the whole ones has less than 4 MB
+MOST_MEMORY = 1 << 30  # bytes to read a damaged file; each whole file has less than 4 MB
 
 HOSTILE: list[Any] = [
     *(None, True, 0, -1, 1, 3, 10**9, 2**63, 10**40, 0.5, -0.0, NAN, INF),
@@ -54,7 +54,7 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
 class Format(NamedTuple):
-    damaged: tuple[str, ...]  # those that are changed
+    damaged: tuple[str, ...]  # files that are changed
     make: Callable[[Path, Backbone], object]
     read: Callable[[Path, Backbone], object]
 
@@ -192,11 +192,11 @@ STRANGE: dict[str, dict[str, list[Any]]] = {
         "more": [1],
     },
 }
-"""By format and name in its first file: values that mean something else, or nothing."""
+"""By format and name in its first file: values that are wrong or meaningless."""
 
 
 def damaged(draw: Draw, data: bytes) -> bytes:
-    """Other bytes than `data`: most where headers are, and in its JSON where it has some."""
+    """Change bytes of `data`, mostly in headers, or values of its JSON if it has any."""
     for _ in range(draw(st.integers(1, 3))):
         begin, end = _json(data)
         if end > begin and draw(st.booleans()):
@@ -213,17 +213,17 @@ def damaged(draw: Draw, data: bytes) -> bytes:
 
 
 def _json(data: bytes) -> tuple[int, int]:
-    """Where a file's JSON, or that of its header, begins and ends; nowhere in others."""
+    """Begin and end of the JSON of a file or of its header; (0, 0) without JSON."""
     if data[8:9] == b"{":
         return 8, min(len(data), 8 + int.from_bytes(data[:8], "little"))
     return (0, len(data)) if data[:1] == b"{" else (0, 0)
 
 
 def edited(draw: Draw, text: bytes) -> bytes:
-    """JSON, or lines of it, with a value of any other kind somewhere, or with a key less."""
+    """Replace a value of JSON, or of lines of it, by another type, or remove or rename a key."""
     try:
         rows = [json.loads(part) for part in (text.splitlines() if b"}\n{" in text else [text])]
-    except (ValueError, RecursionError):  # damaged before
+    except (ValueError, RecursionError):  # already damaged
         return text
     paths = [(number, *path) for number, row in enumerate(rows) for path in steps_into(row)]
     *outer, last = paths[draw(st.integers(0, len(paths) - 1))]
@@ -241,7 +241,7 @@ def edited(draw: Draw, text: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Whole:
-    """A folder of whole files of a format, made once."""
+    """A function that gives a folder of undamaged files of a format, made once."""
     root = tmp_path_factory.mktemp("whole")
 
     def made(name: str) -> Path:
@@ -257,7 +257,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Whole
 @pytest.mark.parametrize("name", FORMATS)
 @settings(suppress_health_check=list(HealthCheck))
 @given(draws=st.data())
-def test_damage_is_one_line_or_does_no_harm(
+def test_damage_gives_one_line_or_does_no_harm(
     name: str,
     draws: st.DataObject,
     whole: Whole,
@@ -287,7 +287,7 @@ def test_damage_is_one_line_or_does_no_harm(
     ("name", "key", "value"),
     [(f, key, one) for f, table in STRANGE.items() for key, row in table.items() for one in row],
 )
-def test_a_strange_value_is_one_line(
+def test_a_wrong_value_gives_an_error_of_one_line(
     name: str, key: str, value: Any, whole: Whole, backbone: Backbone, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(whole(name), tmp_path / "it")

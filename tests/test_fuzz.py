@@ -1,8 +1,8 @@
-"""Whatever is drafted, and however it is asked for: the text is Hugging Face's own.
+"""With any drafts and any options the text is Hugging Face's own.
 
 A hundred cases here, 2,100 with `make fuzz`. In float64 tokens are compared with `model.generate`,
-called with the same keywords. In float32, bfloat16 and float16 they are compared with our own plain
-decoding of the same prompt alone: 20,000 texts of random models with `make same-texts`.
+called with the same keywords. In float32, bfloat16 and float16 they are compared with selfspec's
+plain decoding of the same prompt alone: 20,000 texts of random models with `make same-texts`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def all_options(case: Case | Turn) -> dict[str, Any]:
 
 
 def agreed(expected: Callable[[], list[int]], ask: Callable[[], object]) -> list[int] | None:
-    """Hugging Face's tokens; None where its scores are no distribution, which `ask` says, too."""
+    """Hugging Face's tokens; None if its scores are no distribution, when `ask` must fail too."""
     try:
         return expected()
     except RuntimeError:
@@ -95,7 +95,7 @@ def test_a_planted_bug_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_inside_of_hugging_faces_own_generate_too(family: str) -> None:
+def test_inside_hugging_faces_generate_the_text_is_equal_too(family: str) -> None:
     @given(fuzz.cases(("generic",)))
     def check(case: Case) -> None:
         speculator = fuzz.speculator(family, torch.float64, case.executor, case.heads)
@@ -110,7 +110,7 @@ def test_inside_of_hugging_faces_own_generate_too(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_so_is_every_turn_of_a_session(family: str) -> None:
+def test_every_turn_of_a_session_is_hugging_faces(family: str) -> None:
     @given(fuzz.conversations())
     def check(conversation: tuple[str, list[Turn]]) -> None:
         heads, turns = conversation
@@ -137,7 +137,7 @@ def test_so_is_every_turn_of_a_session(family: str) -> None:
     check()
 
 
-def test_a_stream_closed_within_its_last_round_has_not_ended() -> None:
+def test_only_the_last_token_of_a_stream_has_a_stop_reason() -> None:
     """Found by the sessions above."""
     speculator = fuzz.speculator("llama", torch.float64, "generic", "logit-lens")
     options: Any = {"drafter": "exit:threshold=0.01", "never_slower": False}
@@ -149,7 +149,7 @@ def test_a_stream_closed_within_its_last_round_has_not_ended() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_neither_drafts_nor_neighbours_change_a_text(
+def test_neither_drafts_nor_other_rows_change_a_text(
     dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
 ) -> None:
     executors = ("generic",) if dtype == torch.float16 else COMPILED

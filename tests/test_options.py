@@ -1,4 +1,4 @@
-"""Options: types, bounds, names, as text and back, what is kept of what was there, and errors."""
+"""Options: types, bounds, names, conversion to text and back, updates, and errors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ BAD: list[tuple[type, str, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("made", "name", "values"), BAD)
-def test_values_of_other_types_or_ranges_are_named(made: Any, name: str, values: list[Any]) -> None:
+def test_values_of_wrong_type_or_range_are_named(made: Any, name: str, values: list[Any]) -> None:
     kind = f"{made.kind}:" if hasattr(made, "kind") else ""
     for value in values:
         with pytest.raises(InvalidOption, match=rf"^{kind}{name} is .*, expected") as caught:
@@ -83,7 +83,7 @@ def test_values_of_other_types_or_ranges_are_named(made: Any, name: str, values:
         assert "\n" not in str(caught.value)
 
 
-def test_the_bounds_themselves_are_fine() -> None:
+def test_the_bounds_themselves_are_valid() -> None:
     ones = dict.fromkeys(("tokens", "batch_size", "max_question_tokens", "max_new_tokens"), 1)
     least = {"max_prompt_tokens": 32, "greedy_share": 0.0, "question_top_k": 0, "seed": 0}
     DataOptions(**ones, **least, question_temperature=(0.5, 0.5))  # type: ignore[arg-type]  # of several kinds
@@ -102,7 +102,7 @@ NUMBERS: list[tuple[Any, str]] = [
 ]
 
 
-def test_every_number_has_a_largest_value_and_no_larger_one_is_taken() -> None:
+def test_every_number_has_an_upper_bound_that_is_enforced() -> None:
     assert {("ngram", "size"), ("exit", "guesses")} <= {(k.kind, n) for k, n in NUMBERS[:9]}
     for kind, name in NUMBERS:
         most = parts.ranges(kind)[name].most
@@ -114,13 +114,13 @@ def test_every_number_has_a_largest_value_and_no_larger_one_is_taken() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), NUMBERS)
-def test_the_most_costs_little(kind: Any, name: str, largest: tuple[Speculator, list[int]]) -> None:
+def test_maxima_cost_little(kind: Any, name: str, largest: tuple[Speculator, list[int]]) -> None:
     speculator, text = largest[0], largest[1][: None if kind is Ngram else 300]
     limit = parts.ranges(kind)[name]
     most = int(limit.most or 0) if "int" in str(annotations_of(kind)[name]) else limit.most
     values: dict[str, Any] = {name: (0.0, 0.0, most) if limit.whole else most}
     if name in ("layers", "max_depth", "skipped"):
-        values = {name: 5 if name == "max_depth" else (5,)}  # must be one that there is
+        values = {name: 5 if name == "max_depth" else (5,)}  # must be an existing layer
     if name == "shortest":
         values["longest"] = most
     asked: Any = values
@@ -177,7 +177,7 @@ def test_a_request_may_ask_for_less_than_the_command_line(drafter: str) -> None:
         check_request({"controller": "gammatune:longest=17"})
 
 
-def test_what_changes_the_output_is_named() -> None:
+def test_lossy_settings_are_named() -> None:
     rules = (parts.Lossless(), Lenient(lenience=1.0), Lenient(lenience=0.5), CmAsd(), Easd())
     found = [SpeculationOptions(acceptance=rule).loss for rule in rules]
     assert found == [None, None, "lenience 0.5", "acceptance cm-asd", "acceptance easd"]
@@ -213,11 +213,11 @@ def test_every_speculation_option_can_be_given_per_call() -> None:
         {"drafter": "exit:max_tokens=8", "pinned_rows": 0},
         {"drafter": "exit:max_tokens=0"},
         {"pinned": "yes"},
-        {"exit": Exit()},  # reached by `drafter`
+        {"exit": Exit()},  # set through `drafter`
         {"exit_threshold": 0.5},
     ],
 )
-def test_what_no_model_could_take_is_refused_before_one_is_loaded(values: dict[str, Any]) -> None:
+def test_options_that_no_model_accepts_are_refused_before_loading(values: dict[str, Any]) -> None:
     check({"pinned": True, "pinned_rows": 3})  # enough for heads that draft two tokens
     with pytest.raises(InvalidOption):
         check(values)
@@ -237,7 +237,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "weights": st.sampled_from([(1.0, 0.0, 0.0), (0.2, 0.2, 0.6)]),
     "reading": st.sampled_from(["intent", "paper"]),
 }
-"""By field; those that are missing take any share."""
+"""Values by field; other fields take any share."""
 
 
 def some(made: type[parts.Part]) -> st.SearchStrategy[parts.Part]:
@@ -261,36 +261,36 @@ options = st.builds(
     pinned_rows=st.integers(1, 128),
 )
 
-# --- there and back
+# --- conversion to text and back
 
 
 @given(st.one_of([some(made) for made in (*PARTS, Costs)]))
-def test_a_part_is_what_its_text_says(part: parts.Part) -> None:
+def test_a_part_can_be_read_back_from_its_text(part: parts.Part) -> None:
     for full in (False, True):
         _, _, said = parts.as_text(part, full=full).partition(":")
         assert parts.with_settings(type(part)(), said or None) == part
 
 
 @given(options)
-def test_options_are_what_their_least_description_says(found: SpeculationOptions) -> None:
+def test_options_can_be_read_back_from_their_differences(found: SpeculationOptions) -> None:
     said = json.loads(json.dumps(found.differing()))
     assert SpeculationOptions().updated(said) == found
 
 
 @given(options)
-def test_a_description_gives_all_that_is_in_use(found: SpeculationOptions) -> None:
+def test_a_description_covers_all_options_in_use(found: SpeculationOptions) -> None:
     said = json.loads(json.dumps(found.described()))
     assert SpeculationOptions().updated(said).described() == said
 
 
-def test_the_shortest_text_says_what_differs() -> None:
+def test_the_shortest_text_holds_only_differences() -> None:
     assert parts.as_text(Exit()) == "exit"
     assert parts.as_text(Exit(threshold=0.5, layers=(10, 20))) == "exit:layers=10/20,threshold=0.5"
     assert parts.as_text(Easd(), full=True) == "easd:entropy=none,overlap=0.8,tokens=5"
     assert SpeculationOptions().differing() == {}
 
 
-# --- what text, mappings and objects mean
+# --- options as text, mappings and objects
 
 
 BOTH = {"drafter": "ngram+exit", "ngram": Ngram(size=3)}
@@ -308,7 +308,7 @@ NONE = {"drafter": "none"}
         ("drafter", {"ngram": {"size": 3}, "exit": None}, BOTH),
         ("drafter", {"exit": "threshold=0.5"}, {"exit": Exit(threshold=0.5)}),
         ("drafter", {"exit": {"threshold": [0.7]}}, {"exit": Exit(threshold=0.7)}),
-        ("drafter", {"exit": {"layers": [2, 4]}}, {"exit": Exit(layers=(2, 4))}),  # as JSON has it
+        ("drafter", {"exit": {"layers": [2, 4]}}, {"exit": Exit(layers=(2, 4))}),  # as in JSON
         ("drafter", Exit(threshold=0.5), {"exit": Exit(threshold=0.5)}),
         ("drafter", [Ngram(size=3), Exit()], BOTH),
         ("drafter", "none", NONE),
@@ -330,7 +330,7 @@ def test_objects_text_and_mappings_agree(name: str, value: Any, settings: dict[s
     assert SpeculationOptions().updated({name: value}) == SpeculationOptions(**settings)
 
 
-def test_text_changes_what_it_names_and_an_object_is_taken_whole() -> None:
+def test_text_changes_only_named_settings_and_an_object_replaces_all() -> None:
     old = SpeculationOptions(
         exit=Exit(layers=(2,), max_tokens=3), controller=GammaTune(rate=0.5), costs=Costs(row=0.5)
     )
@@ -343,7 +343,7 @@ def test_text_changes_what_it_names_and_an_object_is_taken_whole() -> None:
     assert after.updated({"drafter": "ngram"}).exit == after.exit  # kept for later
 
 
-def test_easd_as_text_starts_where_the_heads_say() -> None:
+def test_easd_as_text_starts_from_the_heads_settings() -> None:
     heads = SpeculationOptions().updated({"easd": "entropy=2.5"})
     assert heads.loss is None
     assert heads.updated({"acceptance": "easd"}).acceptance == Easd(entropy=2.5)
@@ -389,7 +389,7 @@ TOO_FEW = "pinned_rows is 8, but"
         ({"drafter": "draft-model:max_tokens=8", "pinned": True}, f"{TOO_FEW} draft-model:max_tok"),
     ],
 )
-def test_an_error_is_one_line_with_what_was_found(values: dict[str, Any], message: str) -> None:
+def test_an_error_is_one_line_with_the_value(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOption) as caught:
         SpeculationOptions().updated(values)
     assert str(caught.value).startswith(message)
@@ -443,8 +443,8 @@ def test_a_value_is_shown_on_one_short_line(value: object) -> None:
     assert "\n" not in shown(value)
 
 
-def test_what_others_say_is_one_line_with_its_reason() -> None:
-    """As huggingface_hub says what is wrong with a config."""
+def test_errors_of_libraries_become_one_line_with_the_reason() -> None:
+    """An error of huggingface_hub about a config."""
     assert first_line(ValueError("\nwrong for 'heads':\n    ValueError: 5 heads.\n")) == (
         "wrong for 'heads': ValueError: 5 heads"
     )

@@ -1,7 +1,7 @@
-"""What README and docs/ tell people to type: run as it stands there, or read by its command.
+"""Commands and programs of README and docs/: run unchanged, or only parsed.
 
-Blocks of `sh` and `python` are run. Other blocks say what they need, a file or an hour: of these
-each command line is read by the command, which is not run.
+Blocks of `sh` and `python` are run. Command lines in other blocks, which need a file or an hour,
+are parsed but not run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from selfspec.api.speculator import Speculator
 from selfspec.cli.main import app, main, ordered
 from selfspec.hub import models
 from selfspec.model.backbone import Backbone
-from tests.api.test_default_model import pytestmark  # noqa: F401  # the same model, the same conditions
+from tests.api.test_default_model import pytestmark  # noqa: F401  # same model and conditions
 
 ROOT = Path(__file__).parents[1]
 README, GUIDE = ROOT / "README.md", ROOT / "training" / "README.md"
@@ -41,7 +41,7 @@ def text_of(pages: list[Path]) -> str:
 
 
 def commands_of(page: str) -> list[str]:
-    """Lines that call selfspec, joined where they go on, without what stands in front."""
+    """Lines that call selfspec, with continued lines joined and prefixes removed."""
     lines = [line.strip() for line in page.replace("\\\n", " ").splitlines()]
     found = (
         re.match(r"(?:[A-Z_]+=\S+ |accelerate \S.*? -m )*(selfspec .*)", line) for line in lines
@@ -53,9 +53,9 @@ RUN = dict.fromkeys(
     line
     for block in fenced("sh", text_of(PAGES))
     for line in block.splitlines()
-    if not line.startswith("make")  # this very test runs inside of one of those
+    if not line.startswith("make")  # make runs this test
 )
-"""Each once, wherever it stands."""
+"""Each command once."""
 
 READ = dict.fromkeys(
     line
@@ -73,7 +73,7 @@ PROGRAMS = [
 
 @pytest.fixture(autouse=True, scope="module")
 def read_once() -> Iterator[None]:
-    """Commands with the same model share what is read and packed; none changes it."""
+    """Let commands with the same model share the loaded and packed model; none changes it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "load_model", functools.cache(models.load_model))
         patch.setattr(speculator, "Backbone", functools.cache(Backbone))
@@ -81,7 +81,7 @@ def read_once() -> Iterator[None]:
 
 
 def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What it prints, in this process: one of its own takes five seconds to start."""
+    """Output of a command, run in this process: a new one takes five seconds to start."""
     said, _, command = command.rpartition(" | ")
     echoed, words = (shlex.split(part, comments=True) for part in (said, command))
     assert ["selfspec", *(["echo"] if said else [])] == [words[0], *echoed[:1]]
@@ -93,7 +93,7 @@ def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     return found.out
 
 
-def test_there_is_something_to_type() -> None:
+def test_the_pages_have_commands_and_programs() -> None:
     assert len(RUN) >= 8
     assert len(READ) >= 20
     assert len(PROGRAMS) >= 8
@@ -120,7 +120,7 @@ def test_program_runs(program: str, default: Speculator, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("command", READ)
-def test_a_command_that_is_not_run_is_understood(command: str) -> None:
+def test_a_command_that_is_not_run_can_be_parsed(command: str) -> None:
     words = ordered(shlex.split(command, comments=True)[1:])
     found: Any = typer.main.get_command(app())
     context = found.make_context("selfspec", [*words])

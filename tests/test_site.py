@@ -1,4 +1,4 @@
-"""The site builds strictly, has what it should have made, and loads nothing from elsewhere."""
+"""The site builds in strict mode, has its generated parts, and loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMAGES = ROOT / "docs" / "images"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `make docs` builds it."""
+    """The site as `make docs` builds it."""
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_MKDOCS_2_WARNING", "1")
@@ -44,7 +44,7 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         assert not re.search(r"url\([\"']?(?:https?:)?//", style.read_text(encoding="utf-8")), style
 
 
-def test_pages_have_what_the_code_has(site: Path) -> None:
+def test_reference_pages_cover_the_code(site: Path) -> None:
     def text(page: str) -> str:
         return unescape(re.sub(r"<[^>]*>", "", (site / page).read_text(encoding="utf-8")))
 
@@ -58,8 +58,8 @@ def test_pages_have_what_the_code_has(site: Path) -> None:
     assert "generate_batch(" in text("reference/python.html")
 
 
-def test_the_gallery_has_what_its_commands_make(site: Path) -> None:
-    """Made by hand, so that building needs no model: `python -m eval.pictures gallery NAME`."""
+def test_the_gallery_has_the_pages_and_pictures_of_its_commands(site: Path) -> None:
+    """`python -m eval.pictures gallery NAME` makes them in advance: a build needs no model."""
     asked = {Path(words[2]).stem: words for words in pictures.commands()}
     pages = {name for name, words in asked.items() if words[1] == "--html"}
     assert {path.stem for path in (site / "gallery").glob("*.html")} == pages
@@ -71,7 +71,7 @@ def test_the_gallery_has_what_its_commands_make(site: Path) -> None:
     assert {path.stem for path in pictures.PICTURES.glob("*.png")} == asked.keys()
 
 
-def test_the_picture_says_the_same_in_light_and_in_dark() -> None:
+def test_the_light_and_the_dark_picture_have_equal_words() -> None:
     light, dark = (
         re.findall(r">([^<>]+)<", (IMAGES / f"how-{name}.svg").read_text(encoding="utf-8"))
         for name in ("light", "dark")

@@ -1,4 +1,4 @@
-"""The ways through the code are those that CONTRIBUTING tells, and a token's never goes back up."""
+"""Calls follow the paths described in CONTRIBUTING, and a token's path never goes up a floor."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ WAYS = {text.split("\n")[0]: steps for text in SECTIONS if (steps := STEP.findal
 Step = tuple[str, str]
 
 
-@functools.cache  # asked at every call of Python's, torch's and ours
+@functools.cache  # runs at every call of any Python function
 def file_of_ours(name: str) -> str | None:
     path = Path(name)
     return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else None
 
 
 def step_of(code: CodeType) -> Step | None:
-    """File and function of ours; None for others' code."""
+    """File and function within selfspec; None for other code."""
     file = file_of_ours(code.co_filename)
     return None if file is None else (file, code.co_name)
 
@@ -51,7 +51,7 @@ def room(step: Step) -> str:
 
 @contextmanager
 def followed() -> Iterator[list[tuple[Step | None, Step]]]:
-    """Every call of ours while open, in threads begun then too: the last of ours before, and it."""
+    """Record (caller, callee) within selfspec while open, also in threads started then."""
     calls: list[tuple[Step | None, Step]] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -76,7 +76,7 @@ def followed() -> Iterator[list[tuple[Step | None, Step]]]:
 def speculator() -> Speculator:
     drafter = "exit:layers=2/4,threshold=0.05"
     made = selfspec.wrap(make_model("llama"), heads="logit-lens", drafter=drafter)
-    made.generate(random_ids(5), max_new_tokens=6)  # probes and packs
+    made.generate(random_ids(5), max_new_tokens=6)  # runs probes and packs weights
     return made
 
 
@@ -94,7 +94,7 @@ def request(_: Speculator, __: Path) -> None:
 def cost(speculator: Speculator, _: Path) -> None:
     costs = first_costs(speculator.backbone, speculator.heads)
     other = selfspec.wrap(make_model("llama"), heads="logit-lens", **costs)
-    # whatever was measured
+    # for any measured costs
     drafts: dict[str, Any] = {"drafter": "ngram+successors", "never_slower": False}
     other.generate(random_ids(9), max_new_tokens=12, **drafts)
 
@@ -130,7 +130,7 @@ def test_the_steps_are_taken_in_this_order(
         assert (file, function.split(".")[-1]) in taken, f"{file} {function} does not follow"
 
 
-def test_no_call_goes_to_a_room_above(speculator: Speculator) -> None:
+def test_no_call_goes_to_a_higher_floor(speculator: Speculator) -> None:
     floors = house.floors(house.room_arrows())
     with followed() as calls:
         session = speculator.session()
