@@ -48,14 +48,14 @@ lists:
 """Every kind of family, in the words of `talks`."""
 SMALL: dict[str, Any] = {
     "batch_size": 6,
-    "question_temperature": (4.0, 6.0),  # a random model is sure of itself
+    "question_temperature": (4.0, 6.0),  # a random model is confident
     "max_question_tokens": 12,
     "max_new_tokens": 20,
 }
 
 
 def make_author(**options: Any) -> Author:
-    """An author whose model knows nothing but the words of `talks`."""
+    """An author whose model knows only the words of `talks`."""
     return Author(_backbone(), make_tokenizer(), DataOptions(**SMALL | options), lambda _: None)
 
 
@@ -71,7 +71,7 @@ def recipe_of(text: str, folder: Path) -> Recipe:
 
 
 def invent(author: Author, output: Path, recipe: str = RECIPE, ahead: int = 1) -> Counts:
-    """Write what `author` makes of a recipe, up to its options' tokens."""
+    """Let `author` write rows of a recipe, up to the number of tokens in its options."""
     writer = Writer(output, {}, {})
     prompts = author.prompts(recipe_of(recipe, output.parent), Passages())
     source = Admission(author.options, writer.records())
@@ -82,7 +82,7 @@ def invent(author: Author, output: Path, recipe: str = RECIPE, ahead: int = 1) -
 
 
 def at_once(propose: Callable[[Any], Proposal]) -> Callable[[Batch], Callable[[], Proposal]]:
-    """What is begun is done at once, of a copy, as if by a worker with time to spare."""
+    """Submit that runs each batch at once, on a copy, as an idle worker would."""
 
     def submit(batch: Batch) -> Callable[[], Proposal]:
         found = propose(copy.deepcopy(batch))
@@ -92,7 +92,7 @@ def at_once(propose: Callable[[Any], Proposal]) -> Callable[[Batch], Callable[[]
 
 
 def counted(**values: int) -> Counts:
-    """Counts of rows that have no family."""
+    """Counts of rows without a family."""
     counts = Counts()
     for name, value in values.items():
         counts.add("", name, value)
@@ -100,7 +100,7 @@ def counted(**values: int) -> Counts:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """What the chat template makes of messages, up to where the next answer starts."""
+    """Ids of messages by the chat template, up to the start of the next answer."""
     ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     return list(ids["input_ids"])
 

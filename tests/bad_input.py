@@ -1,4 +1,4 @@
-"""For the tests of bad input: a folder of good and bad files, damage, and what stays as it is."""
+"""Helpers for the tests of bad input: good and bad files, damage, snapshots and checks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Change = Callable[[Path], object]
 
 
 def config(**values: Any) -> Change:
-    """Other values in a folder's config; None removes one."""
+    """A change that sets values of a folder's config; None removes a value."""
 
     def damage(folder: Path) -> None:
         found = json.loads((folder / "config.json").read_text()) | values
@@ -46,7 +46,7 @@ def config(**values: Any) -> Change:
 
 
 def tensors(change: Callable[[dict[str, Tensor]], object]) -> Change:
-    """Other tensors in a folder's weights; what else their header says stays."""
+    """A change of the tensors of a folder's weights that keeps the metadata of their header."""
 
     def damage(folder: Path) -> None:
         held = load_file(path := folder / "model.safetensors")
@@ -63,7 +63,7 @@ def tensor(name: str, make: Callable[[Tensor], Tensor]) -> Change:
 
 
 def furnish(folder: Path) -> None:
-    """A model, a trace, prompts, and what stands in for files and is none."""
+    """Make a model, a trace, prompts, and paths that are no regular files."""
     save_tiny(folder / "model")
     long_trace([f"t{number} " for number in range(3)]).save(folder / "trace.jsonl")
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
@@ -81,7 +81,7 @@ def furnish(folder: Path) -> None:
 
 
 def snapshot(folder: Path) -> dict[str, Any]:
-    """Every entry by name: its kind, and what it holds or where it leads."""
+    """Every entry by name: its kind, and its content or target."""
     return {str(path.relative_to(folder)): _held(path) for path in sorted(folder.rglob("*"))}
 
 
@@ -96,7 +96,7 @@ def _held(path: Path) -> Any:
 
 @contextmanager
 def patience(seconds: int = PATIENCE_S) -> Iterator[None]:
-    """Ends what hangs, as a failure."""
+    """Fail the test if the block takes longer than `seconds`."""
 
     def late(*_: Any) -> None:
         pytest.fail(f"took more than {seconds} s")
@@ -112,7 +112,7 @@ def patience(seconds: int = PATIENCE_S) -> Iterator[None]:
 
 @contextmanager
 def limited(kind: int, most: int) -> Iterator[None]:
-    """The system refuses more of a kind: of RLIMIT_FSIZE, it is as if the disk were full."""
+    """Set a resource limit; RLIMIT_FSIZE acts like a full disk."""
     before = resource.getrlimit(kind)
     resource.setrlimit(kind, (most, before[1]))
     try:
@@ -122,7 +122,7 @@ def limited(kind: int, most: int) -> Iterator[None]:
 
 
 def one_line(error: pytest.ExceptionInfo[SelfspecError], named: Path) -> None:
-    """The message is one line of bounded length that names the file or its folder."""
+    """Check that the message is one line of bounded length that names the file or its folder."""
     text = str(error.value)
     assert "\n" not in text
     assert len(text) < 2000
@@ -130,14 +130,14 @@ def one_line(error: pytest.ExceptionInfo[SelfspecError], named: Path) -> None:
 
 
 def steps_into(value: Any) -> Iterator[tuple[Any, ...]]:
-    """The keys and places that lead to each value inside, and to itself."""
+    """Yield the keys and indices that lead to each value inside, and to the value itself."""
     yield ()
     if isinstance(value, dict | list):
         for step in value if isinstance(value, dict) else range(len(value)):
             yield from ((step, *steps) for steps in steps_into(value[step]))
 
 
-# --- a small speculator to call wrongly, and what an error has to say
+# --- a small speculator for wrong calls, and a check of errors
 
 VOCAB = 280
 TEMPLATE = (
@@ -153,19 +153,19 @@ class Strange:
 
 
 def small_model() -> Any:
-    """With a vocabulary of bytes."""
+    """A tiny model with a vocabulary of bytes."""
     return make_model("llama", vocab_size=VOCAB, tie_word_embeddings=True)
 
 
 def speaking(model: Any) -> Speculator:
-    """With a tokenizer, a chat template that refuses robots, and heads."""
+    """A speculator with a tokenizer, a chat template that refuses robots, and heads."""
     tokenizer = byte_level_bpe()
     tokenizer.chat_template = TEMPLATE
     return wrap(model, tokenizer, heads="logit-lens", drafter="exit:layers=2/5,threshold=0.05")
 
 
 def check(error: SelfspecError) -> None:
-    """One line that says what was found and what to do."""
+    """Check that the error is one line with the wrong value and advice."""
     text = str(error)
     assert text
     assert "\n" not in text

@@ -1,4 +1,4 @@
-"""A browser for the tests of pages: found as a user has it installed, or the test is skipped."""
+"""A browser for the tests of pages: the installed one; without one the test is skipped."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["Browser", "Open", "Page", "axe_findings", "browser_fixture", "expect
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 REFUSED = "Failed to load resource"
-"""What a browser says of any status above 399."""
+"""Console message of a browser for any status above 399."""
 
-expect.set_options(timeout=60_000)  # a busy machine
+expect.set_options(timeout=60_000)  # for a busy machine
 
 Open = Callable[..., Page]
 
@@ -38,7 +38,7 @@ def browser_fixture() -> Iterator[Browser]:
 
 @pytest.fixture(name="opened")
 def opened_fixture(browser: Browser) -> Iterator[Open]:
-    """`opened(address, **context)`: the page. At the end: no message, and nothing else asked."""
+    """`opened(address, **context)` opens a page; it must log nothing and request no other host."""
     said, asked, homes = list[str](), list[str](), ["data:"]
 
     def open_page(address: str, **options: Any) -> Page:
@@ -60,7 +60,7 @@ def opened_fixture(browser: Browser) -> Iterator[Open]:
 
 
 def axe_findings(page: Page) -> list[str]:
-    """What axe-core has against a page: rule, place, why. Skips where the package is missing."""
+    """Violations that axe-core finds: rule, place, reason. Skips if the package is missing."""
     package = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python")
     page.evaluate((files(package) / "axe.min.js").read_text(encoding="utf-8"))
     found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")

@@ -15,11 +15,11 @@ from torch import Tensor
 LAYERS, WIDTH, INNER, VOCAB = 2, 256, 512, 320
 
 _K_QUANTS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Formats that the gguf package cannot write, and where their float16 numbers lie."""
+"""Formats that the gguf package cannot write, and the places of their float16 numbers."""
 
 
 def random_blocks(kind: str, rows: int, inner: int, seed: int = 0) -> np.ndarray:
-    """[rows, bytes]: any block that is a number, scales of both signs from 2^-24 to 2^15."""
+    """Blocks [rows, bytes] of any finite numbers, with scales of both signs from 2^-24 to 2^15."""
     generator = np.random.default_rng(seed)
     block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     data = generator.integers(0, 256, (rows, inner // block, size), dtype=np.uint8)
@@ -31,7 +31,7 @@ def random_blocks(kind: str, rows: int, inner: int, seed: int = 0) -> np.ndarray
 
 
 def usual_blocks(kind: str, rows: int, inner: int, seed: int = 0) -> np.ndarray:
-    """[rows, bytes]: blocks whose weights have the size that those of a model have."""
+    """Blocks [rows, bytes] whose weights have realistic magnitudes."""
     generator = np.random.default_rng(seed)
     if kind not in _K_QUANTS:
         values = generator.normal(0, inner**-0.5, (rows, inner)).astype(np.float32)
@@ -55,9 +55,9 @@ def write_model(
     scaling: Mapping[str, str | float | int] | None = None,
     divisors: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """A model of `architecture`; `kinds` by part of a tensor's name, else `kind`; norms F32.
+    """Write a model of `architecture`; `kinds` by part of a tensor's name, else `kind`; norms F32.
 
-    `scaling`, `divisors`: of rotations; the latter are tensors by name.
+    `scaling` and `divisors` belong to rotations; divisors are tensors by name.
     """
     writer = gguf.GGUFWriter(path, architecture)
     heads, kv_heads, side = _heads(architecture)
@@ -73,7 +73,7 @@ def write_model(
     _add_tokens(writer, of_bytes=not architecture.startswith("gemma"))
     adding = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
     for name, said in (scaling or {}).items():
-        adding[type(said)](f"{architecture}.rope.scaling.{name}", said)  # type: ignore[operator]  # as it is
+        adding[type(said)](f"{architecture}.rope.scaling.{name}", said)  # type: ignore[operator]  # by type
     for name, numbers in (divisors or {}).items():
         writer.add_tensor(f"{name}.weight", numbers)
     for seed, (name, shape) in enumerate(_shapes(architecture, tied)):
@@ -91,15 +91,15 @@ def write_model(
 
 
 def _heads(architecture: str) -> tuple[int, int, int]:
-    """Query and key heads, and their size: transformers reads none for Qwen 3."""
+    """Query heads, key heads and their size, which transformers does not read for Qwen 3."""
     return (2, 1, 128) if architecture == "qwen3" else (4, 2, 64)
 
 
 def _add_tokens(writer: gguf.GGUFWriter, *, of_bytes: bool) -> None:
-    """Bytes as tokens, as GPT-2's tokenizer has them, or letters, as Gemma's; and a few more."""
+    """Add bytes as tokens, as in GPT-2's tokenizer, or letters, as in Gemma's, and a few more."""
     marks = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 256))]
     tokens = [*marks, *(chr(256 + i) for i in range(256 - len(marks)))]
-    tokens += ["ab", "ba"]  # what the merges below make
+    tokens += ["ab", "ba"]  # made by the merges below
     tokens += [f"<{i}>" for i in range(VOCAB - len(tokens))]
     if not of_bytes:
         tokens[tokens.index("\u0120")] = "\u2581"
@@ -109,7 +109,7 @@ def _add_tokens(writer: gguf.GGUFWriter, *, of_bytes: bool) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * VOCAB)
-    writer.add_token_merges(["a b", "b a"])  # a list of one is none to transformers 5.17
+    writer.add_token_merges(["a b", "b a"])  # transformers 5.17 ignores a list of one
     writer.add_bos_token_id(VOCAB - 2)
     writer.add_eos_token_id(VOCAB - 1)
     writer.add_pad_token_id(VOCAB - 1)
@@ -143,7 +143,7 @@ def _shapes(architecture: str, tied: bool) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def de_quantised(kind: str, data: np.ndarray) -> Tensor:
-    """What the gguf package makes of blocks, float32."""
+    """Blocks decoded by the gguf package, float32."""
     return torch.from_numpy(np.array(gguf.dequantize(data, GGMLQuantizationType[kind])))
 
 
@@ -169,7 +169,7 @@ def tensor(name: str, shape: list[int], kind: int = 0, offset: int = 0) -> bytes
 
 
 def tiny(layers: int = 2, width: int = 32, inner: int = 64) -> bytes:
-    """A file whose header holds together, of two tensors; what it says of a model may differ."""
+    """A file of two tensors with a consistent header; the described model may be another."""
     nested = struct.pack("<IQ", 9, 1) + struct.pack("<IQ", 5, 2) + bytes(8)
     whole = header(
         value("general.alignment", 4, struct.pack("<I", 8)),

@@ -1,8 +1,8 @@
 """A CUDA graph on the CPU: operators are recorded once, then run again on the same tensors.
 
-As on a GPU, a replay sees what lies in the buffers at that time and nothing else: numbers that came
-from Python are frozen, every result goes where the first one went, and reading a value back to the
-host is refused. Called by the tests of the CUDA-graph executor.
+As on a GPU, a replay reads only the current content of the buffers: numbers from Python are frozen,
+each result is written to the address of the first one, and reading a value back to the host is
+refused. Called by the tests of the CUDA-graph executor.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 from selfspec.model.cuda_graph import Work
 
 HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
-"""Operators that wait for the device: their result decides what Python does next."""
+"""Operators that wait for the device, because Python needs their result."""
 
 
 class Recording(TorchDispatchMode):
-    """Notes every operator that runs while it is entered."""
+    """Records every operator that runs while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Recording(TorchDispatchMode):
         return output
 
     def replay(self) -> None:
-        """Run everything again; results that are no views of older tensors replace the first."""
+        """Run all operators again; results that are no views overwrite the first results."""
         for func, args, kwargs, output in self.calls:
             again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(output), tree_leaves(again), strict=True):
@@ -44,7 +44,7 @@ class Recording(TorchDispatchMode):
 
 
 class RecordedCapture:
-    """A Capture whose outputs are spoilt as soon as another recording runs, as in a shared pool."""
+    """A Capture whose outputs become invalid when another recording runs, as in a shared pool."""
 
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
@@ -60,7 +60,7 @@ class RecordedCapture:
 
         def replay() -> tuple[Tensor, ...]:
             self.replays += 1
-            with _disable_current_modes():  # on a GPU it is one launch
+            with _disable_current_modes():  # one launch on a GPU
                 for other in self._outputs:
                     other.fill_(torch.nan)
                 recording.replay()

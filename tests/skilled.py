@@ -1,6 +1,6 @@
-"""A tiny model with heads that are often right: they are fitted to the very answers.
+"""A tiny model with heads that are often right: they are fitted to its own answers.
 
-In float64 no grouping of rows changes a draft. Some answers end by themselves.
+In float64 the grouping of rows changes no draft. Some answers end with an end token.
 """
 
 from __future__ import annotations

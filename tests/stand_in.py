@@ -1,7 +1,7 @@
-"""Devices that a machine without accelerators lacks: tensors that say they are elsewhere.
+"""Simulated devices for a machine without accelerators: tensors that claim another device.
 
-While they are open, tensors remember where they were put, and an operator whose tensors are in
-different places fails as CUDA would. Copies, indices in main memory, and numbers there are free.
+While they are open, tensors remember their device, and an operator whose tensors are on different
+devices fails as in CUDA. Copies, and indices and scalars in main memory, are allowed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 FIRST, SECOND = torch.device("maia", 0), torch.device("maia", 1)
-"""Of a kind that torch names and nobody here has."""
+"""A device type that torch knows and this machine lacks."""
 
 _HOST = torch.device("cpu")
 _COPIES = {Tensor.copy_, torch._foreach_copy_, torch._has_compatible_shallow_copy_type}
@@ -25,7 +25,7 @@ _COPIES = {Tensor.copy_, torch._foreach_copy_, torch._has_compatible_shallow_cop
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """FIRST and SECOND are there while open; generators of random numbers are in main memory."""
+    """Provide FIRST and SECOND while open; random generators stay in main memory."""
     generator, parsed = torch.Generator, torch._C._nn._parse_to
 
     def parse(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ def stand_ins() -> Iterator[None]:
 
 
 class _Places(TorchFunctionMode):
-    """Knows by its memory where each tensor is."""
+    """Tracks the device of each tensor by its memory."""
 
     def __torch_function__(
         self,
@@ -71,7 +71,7 @@ def place(tensor: Tensor) -> torch.device:
 
 
 def _put(tensor: Tensor, where: torch.device) -> None:
-    """A view stays where its memory is."""
+    """Set the device of a tensor's memory, unless a view has set it."""
     if tensor.device.type != "meta" and not hasattr(tensor.untyped_storage(), "place"):
         tensor.untyped_storage().place = where  # type: ignore[attr-defined]
 
@@ -91,7 +91,7 @@ def _moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _agreed(function: Any, args: Any, kwargs: Any) -> torch.device:
-    """The one place of an operator's tensors. Raises RuntimeError, as CUDA does."""
+    """The common device of an operator's tensors. Raises RuntimeError, as CUDA does."""
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     data: Any = Tensor.data
     free = function in _COPIES or function == data.__set__

@@ -29,7 +29,7 @@ def make_talks(model: PreTrainedModel) -> Talks:
 
 @torch.no_grad()
 def answered(model: PreTrainedModel, seed: int, count: int) -> Conversation:
-    """A random prompt of 5 tokens and `count` greedy ones."""
+    """A random prompt of 5 tokens, and `count` greedy tokens."""
     ids = random_ids(5, seed)
     for _ in range(count):
         ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
@@ -37,20 +37,20 @@ def answered(model: PreTrainedModel, seed: int, count: int) -> Conversation:
 
 
 def talk_lines(model: PreTrainedModel) -> str:
-    """Those answers as lines of JSON."""
+    """The conversations of `make_talks` as lines of JSON."""
     talks = [{"input_ids": list(one.ids), "answer_start": 5} for one in make_talks(model)]
     return "".join(json.dumps(talk) + "\n" for talk in talks)
 
 
 def save_tiny(folder: Path, family: str = "llama", **sizes: Any) -> Path:
-    """A model and its tokenizer, as users have them; the folder."""
+    """Save a model and its tokenizer to a folder, and return the folder."""
     make_model(family, **sizes).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 
 
 def make_tokenizer() -> PreTrainedTokenizerBase:
-    """Whole words, a chat template, and a special token without a role."""
+    """A tokenizer of whole words, with a chat template and a special token without a role."""
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "c"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     built = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", bos_token="<start>")

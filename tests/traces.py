@@ -1,4 +1,4 @@
-"""Layer traces without a model: rounds by hand, or drawn, in made-up layers."""
+"""Layer traces without a model: rounds by hand or at random, in made-up layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXTS = (
 
 
 def text_of(token: int) -> str:
-    """Awkward texts, a few of them over and over."""
+    """One of a few awkward texts."""
     return TEXTS[token % len(TEXTS)]
 
 
@@ -49,7 +49,7 @@ def trace_of(
     draft_texts: Sequence[tuple[str, ...]],
     info: TraceInfo = INFO,
 ) -> LayerTrace:
-    """Tokens with these texts; what layers say of them is drawn."""
+    """A trace of tokens with these texts; the guesses of layers are random."""
     dice, places = random.Random(0), list[Place]()
     for index, (came, _) in enumerate(provenance((), rounds, 4)):
         top, probs = _guesses(dice, came["token"])
@@ -69,7 +69,7 @@ def trace_of(
 
 
 def _guesses(dice: random.Random, token: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Five tokens, `token` mostly among them, and probabilities that fall."""
+    """Five tokens, mostly with `token` among them, and falling probabilities."""
     top = dice.sample(range(100), 5)
     if token not in top and dice.random() < 0.7:
         top[dice.randrange(2)] = token
@@ -93,7 +93,7 @@ def _says(dice: random.Random, layer: int, token: int) -> LayerSays:
 
 
 def entry(count: int, layers: Sequence[int] = (), accepted: int = 0, **values: Any) -> Round:
-    """A round that commits `count` tokens; drafts left at `layers`."""
+    """A round that commits `count` tokens; its drafts exited at `layers`."""
     drafts = len(layers)
     found: dict[str, Any] = {
         "sources": ["exit"] * drafts,
@@ -110,7 +110,7 @@ def entry(count: int, layers: Sequence[int] = (), accepted: int = 0, **values: A
 
 
 def small_trace() -> LayerTrace:
-    """Prompt's pass, a plain round, a kept and a rejected draft, one that ends the text."""
+    """The prompt's pass, a plain round, a kept and a rejected draft, a draft that ends the text."""
     return trace_of(
         (
             entry(1, prefill=True, ended="off"),
@@ -135,7 +135,7 @@ def drawn_trace(
     heads: Sequence[int] = (1, 3, 5),
     layers: Sequence[int] = (0, 1, 2, 3, 5),
 ) -> LayerTrace:
-    """`count` tokens with awkward texts, behind chains and trees of drafts that are drawn."""
+    """`count` tokens with awkward texts, after random chains and trees of drafts."""
     dice, rounds = random.Random(3), [entry(1, prefill=True, ended="off")]
     shapes = [(None, [0, 1]), (None, [0]), (None, []), ([-1, -1, 1], [1, 2]), ([-1, 0, 0], [0])]
     left = count - 1
@@ -161,6 +161,6 @@ def drawn_trace(
     texts = [text_of(token) for one in rounds for token in one.tokens]
     found = trace_of(rounds, texts, [tuple(map(text_of, one.draft_tokens)) for one in rounds], info)
     place, *places = found.places
-    # the page can show what JSON has no number for
+    # the page can show infinity, which JSON lacks
     far = tuple(replace(says, divergence=float("inf")) for says in place.layers[:1])
     return replace(found, places=(replace(place, layers=far + place.layers[1:]), *places))
