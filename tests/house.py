@@ -21,7 +21,7 @@ NOT_OURS = {"results", "vendor"}
 
 
 def lines() -> dict[str, int]:
-    """By room of selfspec, and of tests/ and eval/: code, docstrings and blanks."""
+    """Number of lines, blank ones too, by room of selfspec, and of tests/ and eval/."""
     found: dict[str, int] = {}
     for top in (PACKAGE, *(PACKAGE.parent / name for name in ("tests", "eval"))):
         for path in top.rglob("*"):
@@ -69,7 +69,7 @@ def module_arrows() -> dict[str, set[str]]:
 
 
 def room_arrows() -> dict[str, set[str]]:
-    """The same between rooms."""
+    """Imports between rooms."""
     found: dict[str, set[str]] = {}
     for name, targets in module_arrows().items():
         room = name.split(".")[0]
@@ -79,14 +79,14 @@ def room_arrows() -> dict[str, set[str]]:
 
 
 def circles(arrows: Arrows) -> list[set[str]]:
-    """Groups that import each other, directly or by way of others."""
+    """Groups that import each other, directly or indirectly."""
     reached = {name: _reached(name, arrows) for name in arrows}
     groups = {frozenset(b for b in reached[a] if a in reached[b]) for a in arrows}
     return [set(group) for group in groups if group]
 
 
 def floors(arrows: Arrows) -> dict[str, int]:
-    """Floors from 1 on; only for what has no circles."""
+    """Floor of each name, from 1 on; `arrows` must have no circles."""
     found: dict[str, int] = {}
 
     def floor(name: str) -> int:

@@ -71,7 +71,7 @@ def place(tensor: Tensor) -> torch.device:
 
 
 def _put(tensor: Tensor, where: torch.device) -> None:
-    """Set the device of a tensor's memory, unless a view has set it."""
+    """Set the device of a tensor's memory, unless it has one, as for a view."""
     if tensor.device.type != "meta" and not hasattr(tensor.untyped_storage(), "place"):
         tensor.untyped_storage().place = where  # type: ignore[attr-defined]
 

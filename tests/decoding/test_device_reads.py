@@ -145,7 +145,7 @@ def test_sampling_reads_once_per_verdict_and_draws(speculator: Speculator) -> No
 def test_sampling_with_a_seed_draws_once_per_draft_and_verdict(speculator: Speculator) -> None:
     for one, counts in rounds_of(speculator, drafter="exit:threshold=0.05", do_sample=True, seed=0):
         draws = len(one.draft_tokens) + len(one.tokens)
-        again = counts["upload"]  # none of the likeliest tokens won the race
+        again = counts["upload"]  # draws that none of the likeliest tokens won
         assert counts["list"] == judged(one) + draws + again
         assert again < draws
         assert not counts.keys() - {"list", "upload"}

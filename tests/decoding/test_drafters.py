@@ -454,7 +454,7 @@ def test_unembeddings_padded_to_other_sizes_draft_the_same_tokens(rows: int, exa
     assert sampled.stats.drafted > 0
 
 
-def test_another_number_of_logits_is_refused_unless_padding_begins_behind_the_last_token() -> None:
+def test_another_number_of_logits_is_refused_unless_padding_begins_after_the_last_token() -> None:
     many = make_tokenizer()
     many.add_tokens([f"word {number}" for number in range(70)])
     said = "has 64 rows in its unembedding, the model 96"
@@ -725,7 +725,7 @@ def weights(texts: list[list[int]], newest: list[int]) -> tuple[Counter[Prefix],
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_heaviest_prefixes_behind_the_longest_suffix_are_found(seed: int) -> None:
+def test_the_heaviest_prefixes_after_the_longest_suffix_are_found(seed: int) -> None:
     drawn = random.Random(seed)
     texts = [[drawn.randrange(3) for _ in range(drawn.randrange(1, 60))] for _ in range(12)]
     newest = [drawn.randrange(3) for _ in range(drawn.randrange(1, 20))]

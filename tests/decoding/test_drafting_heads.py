@@ -128,7 +128,7 @@ def test_a_head_that_is_not_sure_enough_guesses_nothing(
 
 
 @pytest.mark.parametrize(("draws", "kind"), [(True, Sampled), (False, Likeliest)])
-def test_guesses_are_drawn_where_tokens_are(draws: bool, kind: type, backbone: Backbone) -> None:
+def test_guesses_are_sampled_if_tokens_are(draws: bool, kind: type, backbone: Backbone) -> None:
     heads, sampler = ladder.deep_heads(backbone, (0,)), replace(ladder.greedy(), do_sample=draws)
     guesser = HeadGuesser(heads, ExitJudge(6, {0: 1e-9}), sampler, 4)
     guesser.begin(DecodeState(backbone, random_ids(9)))
@@ -414,7 +414,7 @@ def near(found: Tensor, expected: Tensor) -> bool:
     ],
 )
 @torch.no_grad()
-def test_some_heads_stay_as_they_are(
+def test_some_heads_are_not_packed(
     kind: str, options: dict[str, Any], generic: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "compiler" in options:

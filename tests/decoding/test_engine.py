@@ -1,4 +1,4 @@
-"""Batches in one engine: each text is as alone, when others join, leave or fail."""
+"""Batches in one engine: a text is the same as alone while others join, leave or fail."""
 
 from __future__ import annotations
 

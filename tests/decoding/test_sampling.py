@@ -562,7 +562,7 @@ def test_a_row_of_a_batch_equals_its_prompt_alone_with_the_seed_plus_its_number(
     assert all(answer.stats.lossless for answer in answers)
     drafted = sum(answer.stats.drafted for answer in answers)
     accepted = sum(answer.stats.accepted for answer in answers)
-    # some drafts are right, some wrong; prompt lookup may have none right here
+    # some drafts are right, some wrong; prompt lookup has none right here
     assert method in (None, "ngram") or 0 < accepted < drafted
 
 
@@ -757,7 +757,7 @@ def test_neighbours_are_drawn_independently(line: str) -> None:
         assert chi_square_p(pairs, expected, pairs.total()) > 0.001
 
 
-def test_every_seed_and_place_has_a_number_of_its_own() -> None:
+def test_every_seed_and_place_has_a_unique_number() -> None:
     numbers = [sampling.mixed_seed(seed, place) for seed in range(-50, 50) for place in range(100)]
     assert len({*numbers}) == len(numbers)
     assert all(0 <= number < 2**64 for number in numbers)

@@ -1,4 +1,4 @@
-"""Weights in a mapped file: their memory is given back."""
+"""Weights in a mapped file: their memory is released."""
 
 from __future__ import annotations
 

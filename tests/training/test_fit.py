@@ -146,7 +146,7 @@ def test_medusa_heads_learn_tokens_after_the_next_one(backbone: Backbone, talks:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_that_attend_learn_from_the_logits_of_the_reference(name: str) -> None:
-    """Checks every draft of a round at every place of two texts of different lengths."""
+    """Check every draft of a round at every place of two texts of different lengths."""
     heads, ids = read(HERE / name, HEADS[name][0]), text()
     table = target(HEADS[name][0]).model.embed_tokens  # replaced by the heads' own
     seen = states(HEADS[name][0], list(heads.layers), ids)[0]
