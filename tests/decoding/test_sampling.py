@@ -573,7 +573,7 @@ def test_seeds_wrap_around_at_64_bits(speculator: Speculator) -> None:
     assert first.token_ids == plain(speculator, PROMPTS[0], max_new_tokens=8, seed=0)
 
 
-def test_no_prompt_is_lost_where_seeds_run_out_or_are_invalid(speculator: Speculator) -> None:
+def test_no_prompt_is_lost_if_seeds_run_out_or_are_invalid(speculator: Speculator) -> None:
     prompts, seeds = [PROMPTS[0]] * 4, [2**64 + 5, "x", None]
     asked: Any = {"seeds": seeds, **FLAT, "max_new_tokens": 3}
     found = dict(speculator.generate_each(prompts, **asked))

@@ -133,7 +133,7 @@ def test_layers_share_a_compiled_graph_and_their_results_stay(family: str) -> No
         assert (found - right).abs().max() < 1e-12
 
 
-def test_layers_that_cannot_be_compiled_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_cannot_be_compiled_run_uncompiled(caplog: pytest.LogCaptureFixture) -> None:
     executor = executor_of(Backbone(make_model("llama"), executor="cuda-graph"))
     expected = executor._trial()
     executor.start_capture(lambda: cuda_graph.uncaptured, "no such compiler")

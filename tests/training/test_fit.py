@@ -241,7 +241,7 @@ def test_coverage_is_the_share_that_can_be_drafted(backbone: Backbone, talks: Ta
     assert 0.0 < share < 1.0
 
 
-def test_the_model_stays_as_it_was(talks: Talks) -> None:
+def test_a_fit_leaves_the_model_unchanged(talks: Talks) -> None:
     model = make_model("llama").train()
     model.requires_grad_(True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
