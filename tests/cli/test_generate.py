@@ -92,7 +92,7 @@ def test_a_schema_or_a_grammar_is_read_from_a_file(
     assert main(["generate", "hi", "--grammar", str(grammar)]) == 0
     assert speculator.given["grammar"] == 'start: "yes" | "no"'
     both = ["--json-schema", str(schema), "--grammar", str(grammar)]
-    assert "at once" in call(["generate", "hi", *both], 2).err
+    assert "both given" in call(["generate", "hi", *both], 2).err
     schema.write_text('{"type": "x"}')
     assert "Invalid type" in call(["generate", "hi", "--json-schema", str(schema)], 2).err
 
