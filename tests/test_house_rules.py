@@ -41,7 +41,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27355,
+    "tests/": 27347,
     "model": 6807,
     "decoding": 4760,
     "training": 3681,
