@@ -166,7 +166,7 @@ class Backbone(Decoder):
         with self.mode():
             if len(rows.spans) == 1 or self.runs_many:
                 return run(hidden, first, last, rows)
-            return torch.cat([run(part, first, last, one) for part, one in rows.each(hidden)])
+            return torch.cat([run(part, first, last, one) for part, one in rows.parts(hidden)])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of layer L, [T, d] -> target logits [T, V], float32."""

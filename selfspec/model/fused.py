@@ -462,7 +462,7 @@ class FusedExecutor:
         self, hidden: Tensor, first: int, last: int, rows: Rows, states: States | None = None
     ) -> Tensor:
         if len(hidden) > _BLOCK_ROWS and (len(rows.spans) > 1 or rows.are_chains):
-            parts = rows.each(hidden)
+            parts = rows.parts(hidden, _BLOCK_ROWS)
             if len(rows.spans) == 1:  # of a prompt, block by block
                 kv, start, device = rows.only.kv, rows.only.start, rows.device
                 blocks = enumerate(hidden.split(_BLOCK_ROWS))

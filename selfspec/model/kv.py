@@ -297,11 +297,18 @@ class Rows:
     def are_chains(self) -> bool:
         return all(span.parents is None for span in self.spans)
 
-    def each(self, hidden: Tensor) -> Iterator[tuple[Tensor, Rows]]:
-        """The block [T, d] and its rows, span by span."""
-        parts = hidden.split([span.count for span in self.spans])
-        for part, span in zip(parts, self.spans, strict=True):
-            yield part, Rows(self.device, (span,))
+    def parts(self, hidden: Tensor, most: int = 1) -> Iterator[tuple[Tensor, Rows]]:
+        """The block [T, d] and its rows in parts: adjacent spans of up to `most` rows, or one."""
+        groups, rows = list[list[Span]](), most
+        for span in self.spans:
+            if rows + span.count > most:
+                groups.append([])
+                rows = 0
+            groups[-1].append(span)
+            rows += span.count
+        blocks = hidden.split([sum(span.count for span in group) for group in groups])
+        for block, group in zip(blocks, groups, strict=True):
+            yield block, Rows(self.device, tuple(group))
 
 
 def upload(numbers: Sequence[int], device: torch.device) -> Tensor:

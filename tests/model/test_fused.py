@@ -314,7 +314,9 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.Mon
     ],
     ids=str,
 )
-def test_texts_of_one_pass_have_the_same_bits_as_alone(family: str, dtype: torch.dtype) -> None:
+def test_texts_of_one_pass_have_the_same_bits_as_alone(
+    monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype
+) -> None:
     """A prompt, one row after the end of a chunk, a chain, a tree after an older position."""
     backbone = Backbone(make_model(family, dtype, max_position_embeddings=700), executor="fused")
     layers, host = backbone.num_layers, torch.device("cpu")
@@ -343,6 +345,11 @@ def test_texts_of_one_pass_have_the_same_bits_as_alone(family: str, dtype: torch
         caches = [rows.only.kv for rows in pair]
         both = [Rows.of(kv, kv.length(layers - 1), 1, host) for kv in caches]
         assert torch.equal(*(backbone.run(newest, 0, layers, rows) for rows in both))
+    rows = Rows.joined(behind())
+    divided = [[span.count for span in part.spans] for _, part in rows.parts(found, 36)]
+    assert divided == [[33, 1], [3, 4]]
+    monkeypatch.setattr("selfspec.model.fused._BLOCK_ROWS", 36)
+    assert torch.equal(backbone.run(torch.cat(parts), 0, layers, rows), found)
 
 
 def test_rows_without_a_text_or_with_the_same_text_twice_are_refused() -> None:

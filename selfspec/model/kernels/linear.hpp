@@ -85,14 +85,16 @@ struct Linear {
       const long until = std::min(last, end), at_once = by.panels(form);
       for (long p = std::max(first, start); p < until; p += at_once) {
         const long count = std::min(at_once, until - p);
-        sums.assign(by.places() * at_once * PANEL, 0.0f);
+        sums.resize(by.places() * at_once * PANEL);
         const Block<float> to = {sums.data(), at_once * PANEL, PANEL};
         const Block<const Input> x = {room, inputs(), 0};
         if (stripe->form == PLAIN)
           add_panels(by, *stripe, p - start, count, x, few ? steps() : PIECE, to);
-        else
+        else {
+          std::fill(sums.begin(), sums.end(), 0.0f);
           by.multiply(form, in, count, last - p, x,
                       (const uint8_t*)stripe->weights + (p - start) * form.bytes(in), to);
+        }
         finish(rows, p, count, to.at, to.row, result, adds);
       }
     }
@@ -118,9 +120,13 @@ struct Linear {
   void add_panels(const Arithmetic& by, const Stripe& stripe, long first, long count,
                   Block<const Input> x, long piece, Block<float> sums) const {
     const Number* weights = (const Number*)stripe.weights + first * steps() * PANEL * STEP;
-    for (long k = 0; k < steps(); k += piece)
-      by.multiply(count, std::min(piece, steps() - k), {x.at + k * Kind::INPUTS, x.row, 0},
-                  {weights + k * PANEL * STEP, PANEL * STEP, steps() * PANEL * STEP}, sums);
+    const long all = up(steps(), 16), pieces = up(steps(), piece);  // of about equal size
+    for (long i = 0; i < pieces; i++) {
+      const long k = all * i / pieces * 16, end = std::min(steps(), all * (i + 1) / pieces * 16);
+      by.multiply(count, end - k, {x.at + k * Kind::INPUTS, x.row, 0},
+                  {weights + k * PANEL * STEP, PANEL * STEP, steps() * PANEL * STEP}, sums, AHEAD,
+                  i == 0);
+    }
   }
 
   void finish(long rows, long first, long count, float* sums, long row_sums, Number* result,

@@ -16,7 +16,7 @@ class Tiles {
  public:
   static constexpr long FEW = 16;  // rows of one tile
   // The number of tiles of rows with `in` inputs that stay in the L2 cache.
-  static long most(long in) { return std::max(4L, (512L << 10) / (2 * in * ROWS_OF_TILE)); }
+  static long most(long in) { return std::max(4L, (1024L << 10) / (2 * in * ROWS_OF_TILE)); }
 
   explicit Tiles(long rows) : groups(up(rows, ROWS_OF_TILE)), height(up(rows, groups)) { use(); }
   ~Tiles() { _tile_release(); }
@@ -38,8 +38,12 @@ class Tiles {
     _tile_loadconfig(&shapes);
   }
 
-  // Inputs of a prepared row, in whole cache lines.
-  static long inputs(long in) { return up(in, 2 * STEPS) * STEPS; }
+  // Inputs of a prepared row, in whole cache lines. Not in a multiple of eight, since the rows of a
+  // tile would share few sets of the L1 cache.
+  static long inputs(long in) {
+    const long lines = up(in, 2 * STEPS);
+    return (lines % 8 ? lines : lines + 1) * STEPS;
+  }
   // Room for all prepared rows, then their totals, and for few rows a float copy for vectors.
   long room(long in) const {
     const long few = height <= ROWS_OF_BLOCKS ? in : 0;
@@ -99,7 +103,7 @@ class Tiles {
       const auto some = g + 1 < groups ? count > 1 ? &Tiles::group<2, 2> : &Tiles::group<2, 1>
                         : count > 1    ? &Tiles::group<1, 2>
                                        : &Tiles::group<1, 1>;
-      (this->*some)(tiles, from, w, to, ahead, fresh);
+      (this->*some)(tiles, from, w, to, g ? 0 : ahead, fresh);  // later groups find weights cached
     }
   }
 
