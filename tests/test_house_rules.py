@@ -41,8 +41,8 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27347,
-    "model": 6807,
+    "tests/": 27354,
+    "model": 6824,
     "decoding": 4760,
     "training": 3681,
     "eval": 2777,
