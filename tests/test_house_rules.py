@@ -41,7 +41,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27354,
+    "tests/": 27360,
     "model": 6824,
     "decoding": 4760,
     "training": 3681,

@@ -299,7 +299,7 @@ class Rows:
 
     def parts(self, hidden: Tensor, most: int = 1) -> Iterator[tuple[Tensor, Rows]]:
         """The block [T, d] and its rows in parts: adjacent spans of up to `most` rows, or one."""
-        groups, rows = list[list[Span]](), most
+        groups, rows = list[list[Span]](), most  # so that the first span begins a group
         for span in self.spans:
             if rows + span.count > most:
                 groups.append([])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model.backbone import Backbone
-from selfspec.model.fused import Operation, Program
+from selfspec.model.fused import FusedExecutor, Operation, Program
 from selfspec.model.generic import Executor
 from selfspec.model.kv import POSITIONS, KVCache, PageLayout, Rows, Span
 from selfspec.model.recipe import _ACTIVATIONS, Activation, Attention, Norm, Rotation
@@ -345,11 +345,17 @@ def test_texts_of_one_pass_have_the_same_bits_as_alone(
         caches = [rows.only.kv for rows in pair]
         both = [Rows.of(kv, kv.length(layers - 1), 1, host) for kv in caches]
         assert torch.equal(*(backbone.run(newest, 0, layers, rows) for rows in both))
-    rows = Rows.joined(behind())
-    divided = [[span.count for span in part.spans] for _, part in rows.parts(found, 36)]
-    assert divided == [[33, 1], [3, 4]]
+    run, passes = FusedExecutor.run, list[list[int]]()
+
+    def noted(executor: FusedExecutor, *work: Any) -> Tensor:
+        passes.append([span.count for span in work[3].spans])
+        return run(executor, *work)
+
+    monkeypatch.setattr(FusedExecutor, "run", noted)
     monkeypatch.setattr("selfspec.model.fused._BLOCK_ROWS", 36)
-    assert torch.equal(backbone.run(torch.cat(parts), 0, layers, rows), found)
+    divided = backbone.run(torch.cat(parts), 0, layers, Rows.joined(behind()))
+    assert passes[-3:] == [[33, 1, 3, 4], [33, 1], [3, 4]]
+    assert torch.equal(divided, found)
 
 
 def test_rows_without_a_text_or_with_the_same_text_twice_are_refused() -> None:
