@@ -41,9 +41,9 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27360,
+    "tests/": 27361,
     "model": 6824,
-    "decoding": 4760,
+    "decoding": 4766,
     "training": 3681,
     "eval": 2777,
     "eval/": 3440,

@@ -18,7 +18,7 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.config import SpeculationOptions
 from selfspec.decoding import measure as measuring
 from selfspec.decoding.acceptance import Draft
-from selfspec.decoding.costs import DraftCost, Load
+from selfspec.decoding.costs import ASKING_ONE_MORE, DraftCost, Load
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, PausableDrafter, Paying
 from selfspec.decoding.engine import Runtime, SequenceRequest
@@ -131,7 +131,8 @@ def test_expensive_drafts_begin_with_a_pause_until_they_pay(share: float, texts:
     dear = DraftCost(rows=(*(share,) * 32, 0.01), head=share, num_layers=10**9, load=load)
     wrong, right = while_paying(dear), while_paying(dear)
     load.texts = texts
-    assert dear.per_token == pytest.approx(2 * texts * share / (1 + (texts - 1) * share))
+    both = texts * share + share * (1 + ASKING_ONE_MORE * (texts - 1))  # rows, and one call
+    assert dear.per_token == pytest.approx(both / (1 + (texts - 1) * share))
     assert runs(play(wrong, [False] * 300))[:6] == [LONGEST_PAUSE // 2, 1, 64, 1, 64, 1]
     if texts == 1:
         half = LONGEST_PAUSE // 2
