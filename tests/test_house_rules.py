@@ -41,8 +41,8 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27361,
-    "model": 6824,
+    "tests/": 27384,
+    "model": 6825,
     "decoding": 4766,
     "training": 3681,
     "eval": 2777,

@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import accumulate, chain, groupby
 from operator import attrgetter
 from typing import NamedTuple
+from weakref import proxy
 
 import psutil
 import torch
@@ -367,7 +368,7 @@ class Memory(NamedTuple):
 @dataclass(eq=False)
 class _Node:
     ids: Ids  # 64; only a leaf may have fewer
-    parent: _Node | None = None
+    parent: _Node | None = None  # a weak proxy: a cycle would keep all pages until a collection
     page: Page | None = None  # None: the root, before all texts
     children: list[_Node] = field(default_factory=list)
     """Sorted by their ids, so the child with the longest common prefix is found by bisection."""
@@ -506,7 +507,7 @@ class KVStore:
             if child is None or child.ids != part:
                 if page.kept:  # already in the tree, with more or other ids
                     return
-                self._nodes[page] = child = _Node(part, node, page)
+                self._nodes[page] = child = _Node(part, proxy(node), page)
                 insort(node.children, child, key=attrgetter("ids"))
                 page.kept = True
             node = child

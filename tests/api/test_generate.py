@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.decoding.decode import warn_once
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.hub import models as hub
+from selfspec.model import kv
 from tests.heads.kinds import make_heads
-from tests.models import EXECUTORS, make_model, random_ids, wrapped
+from tests.models import EXECUTORS, make_model, needs_compiler, random_ids, wrapped
 from tests.talks import make_tokenizer
 
 
@@ -59,6 +61,27 @@ def test_many_generations_leak_no_tensors(speculator: Speculator) -> None:
     for _ in range(50):
         speculator.generate(random_ids(13), max_new_tokens=5)
     assert live() <= before
+
+
+@needs_compiler
+def test_keys_and_values_are_freed_without_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ref[kv.Page]] = []
+
+    class Noted(kv.Page):
+        def __init__(self, layout: kv.PageLayout) -> None:
+            super().__init__(layout)
+            made.append(ref(self))
+
+    monkeypatch.setattr(kv, "Page", Noted)
+    speculator = wrap(make_model("llama"), executor="fused")
+    gc.disable()
+    try:
+        speculator.generate(random_ids(200), max_new_tokens=5)
+        speculator.generate_batch([random_ids(130, seed) for seed in (1, 2)], max_new_tokens=5)
+        assert made
+        assert not [page for page in made if page() is not None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", ["translator", "deep-fused"])
