@@ -41,7 +41,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27384,
+    "tests/": 27385,
     "model": 6825,
     "decoding": 4766,
     "training": 3681,
@@ -49,7 +49,7 @@ MOST_LINES = {
     "eval/": 3440,
     "cli": 3177,
     "serve": 2920,
-    "api": 2347,
+    "api": 2350,
     "heads": 1662,
     "visualise": 1542,
     "hub": 1609,

@@ -9,6 +9,7 @@ from html import escape
 from itertools import groupby
 from threading import RLock
 from typing import NamedTuple
+from weakref import finalize, proxy
 
 import torch
 
@@ -89,7 +90,9 @@ class Stream:
         self._tokens: list[int] = []
         self._given: list[Piece] = []
         self._reading, self._closed = RLock(), False
-        self._pieces = self._decode()
+        # a dropped stream frees its keys and values at once, not when garbage is collected
+        self._pieces = Stream._decode(proxy(self))
+        finalize(self, running.close).atexit = False
         next(self._pieces)
 
     def __iter__(self) -> Iterator[str]:

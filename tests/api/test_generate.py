@@ -73,11 +73,12 @@ def test_keys_and_values_are_freed_without_a_collection(monkeypatch: pytest.Monk
             made.append(ref(self))
 
     monkeypatch.setattr(kv, "Page", Noted)
-    speculator = wrap(make_model("llama"), executor="fused")
+    speculator = wrap(make_model("llama"), make_tokenizer(), executor="fused")
     gc.disable()
     try:
         speculator.generate(random_ids(200), max_new_tokens=5)
         speculator.generate_batch([random_ids(130, seed) for seed in (1, 2)], max_new_tokens=5)
+        next(speculator.stream(random_ids(130), max_new_tokens=50))
         assert made
         assert not [page for page in made if page() is not None]
     finally:
