@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 USUAL_COST = 0.08  # cost of a further row, and of asking a head, in plain steps, if not measured
 
 # asking a head for one more sequence in the same call, as a share of asking for the first:
-# arithmetic adds 0.06, the drafts' Python more. Eight texts were 1.10 times as fast as with 1
-# (SmolLM2-135M in bfloat16, two cores with AMX)
+# arithmetic adds 0.06, the drafts' Python more. With 8 sequences from bfloat16 weights, 1.10 times
+# as fast as a share of 1 (SmolLM2-135M, two cores with AMX)
 ASKING_ONE_MORE = 0.4
 
 
