@@ -80,11 +80,11 @@ def speculator(request: pytest.FixtureRequest) -> Speculator:
 
 def rounds_of(speculator: Speculator, **options: Any) -> Iterator[tuple[Round, Counter[str]]]:
     """Each round after the prompt's, and its waits."""
-    entries = speculator.stream(random_ids(13), max_new_tokens=24, **options)._entries
-    next(entries)
+    stream = speculator.stream(random_ids(13), max_new_tokens=24, **options)
+    next(stream._entries)
     while True:
         with waits() as counts:
-            entry = next(entries, None)
+            entry = next(stream._entries, None)
         if entry is None:
             return
         yield entry, counts
@@ -171,13 +171,13 @@ def test_a_round_launches_few_operators_besides_graphs_and_captures_nothing() ->
     drafter = "exit:layers=5,threshold=0.0001,max_tokens=4"
     for speculate in (False, True):
         options: Any = {"speculate": speculate, "drafter": drafter, "max_new_tokens": 24}
-        entries = made.stream(random_ids(13), **options)._entries
-        next(entries)
+        stream = made.stream(random_ids(13), **options)
+        next(stream._entries)
         captured = len(capture.recordings)
         for _ in range(3):
             replays = capture.replays
             with Waits() as mode:
-                drafted = len(next(entries).draft_tokens)
+                drafted = len(next(stream._entries).draft_tokens)
             counts = mode.launches, capture.replays - replays
             found[drafted] = max(counts, found.get(drafted, counts))
         assert len(capture.recordings) == captured
@@ -191,9 +191,9 @@ def test_trees_capture_nothing_within_an_answer(kind: str) -> None:
     heads = ladder.HEADS[kind](Backbone(model, executor="generic"))
     made = wrap(model, heads=heads, executor="cuda-graph", never_slower=False)
     made.backbone._executor.start_capture(lambda: capture, None)  # type: ignore[attr-defined]
-    entries = made.stream(random_ids(13), max_new_tokens=24, drafter=ladder.TREES)._entries
-    next(entries)
-    captured, rest = len(capture.recordings), list(entries)
+    stream = made.stream(random_ids(13), max_new_tokens=24, drafter=ladder.TREES)
+    next(stream._entries)
+    captured, rest = len(capture.recordings), list(stream._entries)
     assert any(entry.parents for entry in rest)
     assert len(capture.recordings) == captured
 
