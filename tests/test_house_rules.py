@@ -41,7 +41,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27385,
+    "tests/": 27397,
     "model": 6825,
     "decoding": 4766,
     "training": 3681,
@@ -50,7 +50,7 @@ MOST_LINES = {
     "cli": 3177,
     "serve": 2920,
     "api": 2350,
-    "heads": 1662,
+    "heads": 1664,
     "visualise": 1542,
     "hub": 1609,
     "options": 604,

@@ -335,26 +335,28 @@ def remember(folder: Path, *, chosen: bool = False) -> bool:
     if not base.isalnum():
         return False  # a model without a fingerprint is never found by it
     own = folder.absolute()
-    before = _object(_file_of(base))
-    others = [one for one in _folders(before) if one != own and _exists(one)]
-    stays = not chosen and before.get("chosen") is True and others[:1] == _folders(before)[:1] != []
-    if stays:
-        logger.info("%s stay in use, as was chosen. To change that: heads use", others[0])
-    found = [*others[:stays], own, *others[stays:]]
-    entry = {
-        "folders": [str(one) for one in found[:_MOST_KNOWN]],
-        "chosen": chosen or stays,
-        "base_model": config["base_model"],
-        "base_fingerprint": base,
-        "sizes": [config["num_layers"], config["hidden_size"]],
-    }
     try:
-        files.write(_file_of(base), json.dumps(entry, indent=2) + "\n")
+        with files.locked(place := _file_of(base), wait=True):
+            before = _object(place)
+            known = _folders(before)
+            others = [one for one in known if one != own and _exists(one)]
+            stays = not chosen and before.get("chosen") is True and others[:1] == known[:1] != []
+            found = [*others[:stays], own, *others[stays:]]
+            entry = {
+                "folders": [str(one) for one in found[:_MOST_KNOWN]],
+                "chosen": chosen or stays,
+                "base_model": config["base_model"],
+                "base_fingerprint": base,
+                "sizes": [config["num_layers"], config["hidden_size"]],
+            }
+            files.write(place, json.dumps(entry, indent=2) + "\n")
     except CannotWrite as error:
         if chosen:  # else the heads themselves were saved, which matters more
             raise
         logger.warning("%s will not be found automatically: %s. Give --heads", folder, error)
         return False
+    if stays:
+        logger.info("%s stay in use, as was chosen. To change that: heads use", others[0])
     return not stays
 
 

@@ -9,8 +9,10 @@ import re
 import shutil
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,7 +29,7 @@ from selfspec.cli.heads import incomplete
 from selfspec.cli.main import main
 from selfspec.errors import HeadsMismatch, HeadsNotFound
 from selfspec.heads.exit_heads import HeadsConfig
-from selfspec.heads.folder import known_place, remember
+from selfspec.heads.folder import known_folders, known_place, remember
 from selfspec.hub import models as hub
 from selfspec.options import Costs
 from tests.authors import RECIPE
@@ -140,6 +142,16 @@ def test_heads_fitted_here_are_found_by_the_weights_of_their_model(
     assert f"to forget them: selfspec heads use {workplace / 'heads'}" in caplog.text
     next(known_place().glob("*.json")).write_text('{"sizes": [6, 32], "folders": [5]}')
     assert load("tiny-vicuna", dtype="float32").heads is None
+
+
+def test_heads_that_are_fitted_at_once_are_all_known(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted = [shutil.copytree(workplace / "heads", tmp_path / name) for name in "ab"]
+    monkeypatch.setattr("selfspec.heads.folder._exists", lambda _: not Event().wait(0.05))
+    with ThreadPoolExecutor() as pool:
+        [*pool.map(remember, fitted)]
+    assert {*fitted} <= {*known_folders()}
 
 
 def test_chosen_heads_stay_in_use_until_the_next_choice(
