@@ -49,7 +49,7 @@ class Generation:
     logprobs: list[Logprob] | None = None
     """Log-probabilities of each token, if `logprobs` was given."""
     estimate: Estimate | None = None
-    """None if nothing was drafted."""
+    """None if nothing was drafted, or if passes were shared with other texts."""
     pieces: list[Piece] = field(default_factory=list)
     """The text that each token added, and who gave the token."""
 
@@ -142,7 +142,7 @@ class Stream:
         decoder.push(request.behind, last=True)
         text = UntilStop([request.end]).push(decoder.push(tokens, last=True), last=True)
         options, estimate = request.speculation, None
-        if self._stats.drafted:
+        if self._stats.drafted and not self._entries.shared:
             gain = self._entries.draft_cost(options).gain(self.rounds)
             estimate = Estimate(gain, options.costs.rows is not None)
         return Generation(

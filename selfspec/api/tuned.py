@@ -140,7 +140,7 @@ def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
         return {}  # the model has too few positions to compare rows
     options = {"costs": costs}
     if TEAM.crowded:
-        logger.info("not kept: other programs keep this machine busy")
+        logger.info("other programs keep this machine busy: a rough measurement, which is not kept")
         return options
     try:
         write(backbone, heads, options, file=file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,7 +119,7 @@ def answer_all(asked: base.Named, options: dict[str, Any], *, more: bool) -> str
         lines: dict[int, Any] = dict(begun(partial, record, read, overwrite=overwrite))
         speculator = base.load(asked)
         numbers = [number for number in range(len(prompts)) if number not in lines]
-        seed = options.pop("seed", None)
+        seed, start, kept = options.pop("seed", None), time.perf_counter(), _tokens(lines)
         answers = speculator.generate_each(
             (prompts[number] for number in numbers),
             seeds=None if seed is None else (seed + number for number in numbers),
@@ -137,15 +137,20 @@ def answer_all(asked: base.Named, options: dict[str, Any], *, more: bool) -> str
         except KeyboardInterrupt:
             base.note(f"{len(lines)} of {len(prompts)} answered; the same command continues")
             raise
+        seconds = time.perf_counter() - start
         in_order = [lines[number] for number in sorted(lines)]
         texts = (json.dumps(line, ensure_ascii=False) for line in in_order)
         files.write(output, "".join(f"{text}\n" for text in texts))
         partial.unlink()
-    tokens = sum(len(line.get("token_ids", ())) for line in in_order)
     why = [line["error"] for line in in_order if "error" in line]
     failed = f", without an answer: {len(why)}; the first: {why[0]}" if why else ""
-    answered = counted(len(in_order) - len(why), "answer")
-    return f"{output}: {answered}, {counted(tokens, 'token')}{failed}\n"
+    answered, tokens = counted(len(in_order) - len(why), "answer"), _tokens(lines)
+    speed = f" ({rate((tokens - kept) / seconds)} with prompts)" if tokens > kept else ""
+    return f"{output}: {answered}, {counted(tokens, 'token')}{speed}{failed}\n"
+
+
+def _tokens(lines: Mapping[int, Any]) -> int:
+    return sum(len(line.get("token_ids", ())) for line in lines.values())
 
 
 def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
@@ -161,7 +166,7 @@ def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
                     raise InvalidData(f'{wrong}. Give "prompt", or leave the flag out')
                 found.append(messages)
             case other:
-                expected = 'one of {"prompt": "…"}, not empty, and {"messages": […]}'
+                expected = 'only {"prompt": "…"}, not empty, or {"messages": […]}'
                 raise InvalidData(f"{where} is {shown(other)}, expected {expected}")
     if not found:
         raise InvalidData(f'{path} holds no prompts. Give lines like {{"prompt": "…"}}')
@@ -186,11 +191,15 @@ def demo(
     Both run in float32 unless --dtype is given: at lower precision, two programs may resolve near
     ties between tokens differently. Exit code 1 if the texts differ.
     """
+    from selfspec.model.weights import TEAM
+
     count = base.answering(asked).get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     text, raw = base.read_prompt(prompt), asked.get("raw", False)
     base.check_template(asked, "demo")
     speculator = base.load({"dtype": "float32"} | asked, compared=True)
     (other, other_s), (own, own_s) = race(speculator, text, count, raw=raw)
+    if TEAM.crowded:
+        base.note("other programs keep this machine busy: compare again when it is idle")
     place = first_divergence(other, own)
     said = f"Hugging Face {rate(len(other) / other_s)}, selfspec {rate(len(own) / own_s)}"
     base.emit(f"{said}: {verdict(place, other_s / own_s)}\n")

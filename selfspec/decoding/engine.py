@@ -404,6 +404,7 @@ class Running:
     logprobs: list[Logprob]  # of all committed tokens, if requested; grows with the text
     ended: bool = False  # whether no more rounds will come
     error: BaseException | None = None  # the error that ended it, if any
+    shared: bool = False  # whether passes had rows of other sequences, which changes all costs
     fresh: deque[Round] = field(default_factory=deque)  # rounds not taken yet
     engine: Engine = field(init=False)
 
@@ -552,6 +553,7 @@ class Engine:
         self._load.texts = len(writing) if shared else 1
         taking_part |= dict.fromkeys(writing)
         for running in writing:
+            running.shared |= shared
             self._go_on(running)
         patience, entered = self._patience, 0
         room = sys.maxsize if patience is None else self._pace.rows(len(writing), patience)

@@ -66,6 +66,7 @@ class Team:
         self._wall, self._processor = wall, processor
         self._cores = cores or files.cores()
         self._free: int | None = None  # threads that have a free core each; None: all of them
+        self._trying = False  # all threads again
         self._worked_s = self._got_s = 0.0
         self._again_at, self._pause = 0.0, _PAUSES[0]
 
@@ -78,14 +79,14 @@ class Team:
     def threads(self) -> int:
         """The number of torch's threads to use now."""
         most = torch.get_num_threads()
-        return min(most, self._cores, self._free or most)
+        return min(most, self._cores, most if self._trying else self._free or most)
 
     @contextmanager
     def limited(self) -> Iterator[None]:
         """For a round, set torch's number of threads to `threads`; then restore it."""
         most = torch.get_num_threads()
-        if self._free is not None and self._wall() >= self._again_at:
-            self._free = None
+        if self.crowded and not self._trying and self._wall() >= self._again_at:
+            self._trying, self._worked_s, self._got_s = True, 0.0, 0.0
         if (wanted := self.threads) == most:
             yield
             return
@@ -105,15 +106,17 @@ class Team:
         self._got_s += self._processor() - got
         if self._worked_s < _WINDOW_S:
             return
-        threads, cores = torch.get_num_threads(), round(self._got_s / self._worked_s)
-        if cores < threads and threads > 1:
-            self._free = max(cores, 1)
+        threads, cores = torch.get_num_threads(), self._got_s / self._worked_s
+        whole = self._trying or not self.crowded  # no thread was left out
+        if cores < threads - min(threads / 4, 0.5) and (whole or threads > 1):
+            self._free = max(round(cores), 1)
             text = "other programs keep this machine busy: computing with %d of %d threads for now"
-            _log_once(logging.INFO, text, self._free, threads)
+            if threads > 1:
+                _log_once(logging.INFO, text, self._free, threads)
             self._again_at = end + self._pause * self._worked_s
-            self._pause = min(2 * self._pause, _PAUSES[1])
-        elif self._free is None:
-            self._pause = _PAUSES[0]
+            self._pause, self._trying = min(2 * self._pause, _PAUSES[1]), False
+        elif whole:
+            self._free, self._trying, self._pause = None, False, _PAUSES[0]
         self._worked_s = self._got_s = 0.0
 
 

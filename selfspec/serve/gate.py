@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from selfspec.decoding.stats import counted
 from selfspec.errors import InvalidOption
 from selfspec.serve.options import Keys, ServeOptions, is_loopback
 from selfspec.serve.protocol import Refused, of_error, places
@@ -262,6 +263,10 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if tasks := self.server_state.tasks:
+            words = "completing %s, for at most %s seconds. Ctrl-C again stops at once"
+            seconds = self.config.timeout_graceful_shutdown
+            logger.info(words, counted(len(tasks), "request"), seconds)
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn cleans up nothing; the model's thread must end
             for task in self.server_state.tasks:

@@ -142,7 +142,8 @@ def test_answers_are_in_order(speculator: FakeSpeculator, asked: list[str], call
     assert (first["token_ids"], first["stats"]) == ([5, 6], {"new_tokens": 2})
     assert speculator.given == {"max_new_tokens": 9, "raw": False}
     assert speculator.room == (engine.MOST_TEXTS, None)
-    assert "3 answers, 6 tokens, without an answer: 1; the first: no such" in said
+    failed = ", without an answer: 1; the first: no such prompt\n"
+    assert re.search(rf"3 answers, 6 tokens \(\d+ tokens/s with prompts\){failed}", said)
     assert not PARTIAL.exists()
 
 

@@ -31,6 +31,7 @@ from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import GenericExecutor
+from selfspec.model.weights import TEAM
 from selfspec.options import Costs
 from tests.decoding.test_drafters import Other, Text
 from tests.heads.kinds import make_heads
@@ -253,6 +254,9 @@ def test_quick_costs_ignore_slow_passes_and_interpolate_between_row_counts(
     found = measuring.quick_costs(backbone, None, now=lambda: clock[0])
     assert found == Costs(row=(0.1, 0.3, 0.0, 0.6, 0.1, *[0.2] * 2, *[0.1] * 8))
     assert not slow
+    monkeypatch.setattr(TEAM, "_free", 1)  # other programs keep the machine busy: a line
+    for each, slow[:] in (0.153, [8] * 9), (0.01, [1] * 99):  # all but one, or all single rows
+        assert measuring.quick_costs(backbone, None, lambda: clock[0]) == Costs(row=(each,) * 15)
 
 
 @pytest.mark.parametrize("kind", ["translator", "deep-fused", "medusa", "attending"])

@@ -142,9 +142,10 @@ def test_all_texts_of_a_round_draft_and_verify_together(
 ) -> None:
     """Each pass of a round, of the model or of a draft model, has a row of every text."""
     engine = Engine(runtime)
-    for number in range(5):
-        engine.add(Wanted(random_ids(9 + number, seed=number), None, options).asked(), options)
+    wanted = [Wanted(random_ids(9 + number, seed=number), None, options) for number in range(5)]
+    running = [engine.add(one.asked(), options) for one in wanted]
     engine.step()  # the prompts
+    assert not any(one.shared for one in running)
 
     def layers_of(_: Backbone, __: Tensor, first: int, last: int, rows: Rows, *___: Any) -> Any:
         return len(rows.spans), first, last
@@ -153,6 +154,7 @@ def test_all_texts_of_a_round_draft_and_verify_together(
     asked = noted(monkeypatch, state, "scored", lambda _, features, *__: len(features))
     engine.step()
     assert {texts for texts, _, _ in seen} == {5}
+    assert all(one.shared for one in running)
     layers = runtime.backbone.num_layers
     if options is SECOND:
         assert [end for _, _, end in seen] == [2, 2, layers]

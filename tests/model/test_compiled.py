@@ -413,7 +413,9 @@ def test_a_limit_of_cores_is_kept_and_a_busy_machine_is_logged(
         limit.write_text(text)
         assert cores(limit) == min(most, free)
     machine.team = Team(lambda: machine.wall_s, lambda: machine.processor_s, cores=1)
-    assert set(machine.run(1.0)) == {1}
+    for machine.others in (0.0, 1.5, 0.0):
+        assert set(machine.run(5.0)) == {1}
+        assert machine.team.crowded == (machine.others > 0.0)
     machine.team, machine.others = Team(lambda: machine.wall_s, lambda: machine.processor_s, 2), 1.0
     weights._log_once.cache_clear()
     with caplog.at_level("INFO", "selfspec"):

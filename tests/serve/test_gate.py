@@ -316,6 +316,7 @@ def test_serve_prints_its_address_and_stops_with_code_0(folder: Path) -> None:
             next(lines)
             process.send_signal(signal.SIGINT)
             assert [line for line in lines if line][-1] == "data: [DONE]"  # the answer is finished
+        assert "completing 1 request, for at most 30 seconds. Ctrl-C" in process.stderr.read()
         assert process.wait(40) == 0
 
 
