@@ -41,14 +41,14 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27397,
-    "model": 6825,
-    "decoding": 4766,
+    "tests/": 27409,
+    "model": 6828,
+    "decoding": 4773,
     "training": 3681,
     "eval": 2777,
     "eval/": 3440,
-    "cli": 3177,
-    "serve": 2920,
+    "cli": 3186,
+    "serve": 2925,
     "api": 2350,
     "heads": 1664,
     "visualise": 1542,
