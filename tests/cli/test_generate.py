@@ -193,7 +193,7 @@ def test_a_line_that_is_no_prompt_is_named_before_anything_is_loaded(
     line: str, speculator: FakeSpeculator, asked: list[str], call: Call
 ) -> None:
     Path("prompts.jsonl").write_text(f'{{"prompt": "a"}}\n{line}\n')
-    reason = "not JSON" if line == "{" else f'{json.loads(line)}, expected one of {{"prompt": "…"}}'
+    reason = "not JSON" if line == "{" else f'{json.loads(line)}, expected only {{"prompt": "…"}}'
     assert f"line 2 is {reason}" in call(asked, 2).err
     Path("prompts.jsonl").write_text('{"messages": []}')
     assert '"messages" cannot go with --raw or --system' in call([*asked, "--system", "s"], 2).err
