@@ -482,7 +482,7 @@ def _speculator(
             pack(fitted)
         base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
         if base.speculate and not base.uses(Exit.kind) and "drafter" not in options:
-            said = "the heads were no faster, so %s drafts. To try them: --drafter %s"
+            said = "by calibration the heads gain nothing, so %s drafts. To try them: --drafter %s"
             logger.info(said, base.drafter, FITTED)
     elif second is None and "drafter" not in options:
         # prompt lookup drafts for any model, under a rule of its own

@@ -119,10 +119,11 @@ def use(folder: Folder) -> None:
     if not remember(found, chosen=True):
         raise InvalidOption(f"{found} has no fingerprint of its model. Give --heads each time")
     name = hub.heads_name(found)
-    base.emit(f"{name} are used with {base_model} from now on; without: --heads none\n")
+    base.emit(f"{name} are used with the weights of {base_model}; without: --heads none\n")
     options = SpeculationOptions().updated(config["defaults"])
     if not options.uses("exit"):
-        base.emit(f"they were no faster, so {options.drafter} drafts; else: --drafter {FITTED}\n")
+        why = f"by calibration they gain nothing, so {options.drafter} drafts"
+        base.emit(f"{why}; else: --drafter {FITTED}\n")
 
 
 @app.command()

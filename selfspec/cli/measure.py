@@ -449,6 +449,7 @@ def _model_facts(asked: Asked) -> tuple[dict[str, Any], StepSpeed]:
     """The model's executor, why others were refused, what drafts do to its bits; its speed."""
     import torch
 
+    from selfspec.api.speculator import heads_for
     from selfspec.decoding.measure import PinnedProbe, step_speed
     from selfspec.model.backbone import Backbone
 
@@ -464,8 +465,11 @@ def _model_facts(asked: Asked) -> tuple[dict[str, Any], StepSpeed]:
         drafts = "refused without --pinned: passes of several rows round differently in float16"
     else:
         drafts = "passes of several rows may round differently and resolve near ties differently"
+    heads = heads_for(model, lambda: backbone.fingerprint, chosen=found.is_default)
+    usual = hub.DEFAULT_HEADS if found.is_default else hub.NO_HEADS
+    facts = {"model": found.label, "heads": hub.heads_name(heads) if heads else usual}
     refused = {f"no_{name}_executor": why for name, why in backbone.refused.items()}
-    facts = {"model": found.label, "executor": backbone.executor_name, **refused, "drafts": drafts}
+    facts |= {"executor": backbone.executor_name, **refused, "drafts": drafts}
     return facts, step_speed(backbone)
 
 

@@ -357,6 +357,8 @@ def remember(folder: Path, *, chosen: bool = False) -> bool:
         return False
     if stays:
         logger.info("%s stay in use, as was chosen. To change that: heads use", others[0])
+    elif chosen:
+        logger.info("to undo this choice: rm %s", place)
     return not stays
 
 

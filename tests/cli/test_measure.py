@@ -269,7 +269,7 @@ def test_env_explains_the_executor_of_a_model_and_measures_it(
 ) -> None:
     monkeypatch.setattr("selfspec.decoding.measure._CPU_BYTES", 4000)
     found = facts(call, "--model", "model", "--dtype", "float64")
-    assert found["model"] == "model"
+    assert (found["model"], found["heads"]) == ("model", "none")
     assert found["executor"] == "generic"
     assert "weights are torch.float64" in found["no_fused_executor"]
     assert "resolve near ties differently" in found["drafts"]

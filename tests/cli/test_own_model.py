@@ -161,6 +161,8 @@ def test_chosen_heads_stay_in_use_until_the_next_choice(
     shutil.copytree("heads", tmp_path / "mine")
     said = call(["heads", "use", str(tmp_path / "mine")]).out
     assert "--drafter" not in said
+    assert f"to undo this choice: rm {known_place()}" in caplog.text
+    assert f"heads          {tmp_path / 'mine'}\n" in call(["env", *MODEL]).out
     for _ in range(2):  # the folder may be known already
         assert not remember(Path("heads"))
         assert heads_in_use() == tmp_path / "mine"
@@ -168,11 +170,11 @@ def test_chosen_heads_stay_in_use_until_the_next_choice(
     config = HeadsConfig.read(tmp_path / "mine")
     replace(config, defaults={"drafter": "ngram"}).write(tmp_path / "mine")
     said = call(["heads", "use", str(tmp_path / "mine")]).out
-    assert "they were no faster, so ngram drafts; else: --drafter ngram+exit" in said
+    assert "by calibration they gain nothing, so ngram drafts; else: --drafter ngram+exit" in said
     caplog.clear()
     with caplog.at_level(logging.INFO):
         assert heads_in_use() == tmp_path / "mine"
-    assert "heads were no faster, so ngram drafts. To try them: --drafter ngram+exit" in caplog.text
+    assert "heads gain nothing, so ngram drafts. To try them: --drafter ngram+exit" in caplog.text
     known = next(known_place().glob("*.json"))
     known.write_text(known.read_text().replace(str(tmp_path), "/" + "far" * 2000))
     assert heads_in_use() == workplace / "heads", "a path too long to look up is skipped"
