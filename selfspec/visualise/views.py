@@ -187,7 +187,7 @@ class _Marks:
         shown = self._shown(text, "⏎" if self._marked else "")
         body = shown.rstrip("\n")
         layer = str(giver.layer) if giver.source == EXIT else ""
-        mark = (SOURCES[giver.source].mark or layer) if self._marked else ""
+        mark = (SOURCES[giver.source].mark or layer) if self._marked and body else ""
         if mark:
             mark = f"^{mark}" if self.ascii_only else mark.translate(_SUPERSCRIPT)
         colour = giver.colour(self._trace.info.num_layers)

@@ -236,6 +236,8 @@ def test_drafts_from_elsewhere_have_marks_of_their_own() -> None:
     shown = printed(trace_of(rounds, ("A", " b", " c"), ((), (" b", " x\n"))))
     assert "A· bⁿ [-x⏎-] c\n" in shown
     assert "prompt lookupⁿ: 1 of 2 drafts kept" in shown
+    end = trace_of(rounds, ("A", "", " c"), ((), ("", " x")))  # an end token has no text
+    assert printed(end, rejected=False).startswith("A c\n")
 
 
 def test_the_gain_follows_from_rounds_and_costs() -> None:
