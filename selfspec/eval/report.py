@@ -202,7 +202,8 @@ def verdict(summary: Summary) -> str:
     unequal = summary["unequal"].get(best, 0)
     same = f"all {wrote} texts equal" if wrote > 1 else "the same text"
     same = f"{unequal} of {wrote} texts differ" if unequal else same
-    faster = f"Fastest of {len(gains)}, {best}: {gain['ratio']:.2f} times as fast as {NAMES[base]}"
+    among = f", the fastest of {len(gains)}" if len(gains) > 1 else ""
+    faster = f"{best}{among}: {gain['ratio']:.2f} times as fast as {NAMES[base]}"
     if gain["ratio"] <= 1.0:
         faster = f"Nothing was faster than {NAMES[base]}; {best}: {gain['ratio']:.2f} times"
     interval = f"{gain['low']:.2f} to {gain['high']:.2f}"

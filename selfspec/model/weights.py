@@ -207,7 +207,8 @@ def _made_here(source: Path, macro: str) -> ctypes.CDLL:
             compiler.make_library(Path(own) / name, source, macro, target)
             return _load(Path(own) / name)
     if not _is_whole(library):
-        _log_once(logging.INFO, "compiling once for this processor (half a minute) into %s", folder)
+        text = "compiling once for this processor, half a minute or more, into %s"
+        _log_once(logging.WARNING, text, folder)
         with files.replacing(library, private=True) as new:
             compiler.make_library(new, source, macro, target)
     return _load(library)

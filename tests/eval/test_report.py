@@ -248,7 +248,7 @@ def test_resuming_is_refused_if_any_setting_differs(tmp_path: Path) -> None:
 
 READ = "How to read this"
 BEST = (
-    "Fastest of 2, speculation: 2.00 times as fast as plain decoding on our runtime "
+    "speculation, the fastest of 2: 2.00 times as fast as plain decoding on our runtime "
     "(95 %: 2.00 to 2.00), 2 prompts, all 2 texts equal."
 )
 SECONDS = {
