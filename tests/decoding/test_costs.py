@@ -51,10 +51,8 @@ def made(source: str, *layers: int, heads: int = 0, rest: Sequence[DraftToken] =
     ("rows", "draft", "cost"),
     [
         ((0.08,), made("exit", 3, 6, heads=3), 9 / 12 + 0.16 + 0.15),
-        ((0.08,), made("exit", 3, heads=3), 3 / 12 + 0.08 + 0.15),
         ((0.08,), Draft(heads=2), 0.1),  # a difficult token: all heads, no layers
         ((0.8, 0.1), Draft(), 0.0),
-        ((0.8, 0.1), made("draft-model", 0), 0.8),
         ((0.8, 0.1), made("draft-model", 0, 0, 0), 1.0),
         # prompt lookup adds no cost of heads
         ((0.8, 0.1, 0.2), made("ngram", 0, 0, rest=[DraftToken(1, 1)], heads=1), 0.25),
@@ -147,12 +145,6 @@ def test_no_match_is_searched_when_a_large_batch_makes_drafts_expensive() -> Non
     for load.texts, text in ((1, Text([1, 2] * 9)), (32, None), (1, Text([1, 2] * 9))):
         found = run_alone(drafter.draft(text, 9, Stopwatch()))  # type: ignore[arg-type]  # not read
         assert bool(found.proposed) == (text is not None)
-
-
-def test_drafts_that_pay_are_always_made() -> None:
-    dice = random.Random(0)
-    right = [dice.random() < 0.8 for _ in range(500)]
-    assert all(play(while_paying(COST), right))
 
 
 def test_heads_that_improve_are_noticed_and_retried_sooner_when_they_fail_again() -> None:
@@ -274,7 +266,6 @@ def test_the_cost_of_a_head_is_measured_too(kind: str) -> None:
 # --- a plain step against the limit of memory
 
 LAYERS, KV_HEADS, HEAD_SIZE = 6, 2, 8
-    monkeypatch.setattr(TEAM, "_free", None)  # forget that the machine was busy
 PRODUCTS = LAYERS * (64 * 32 + 32 * 32 + 128 * 32 + 32 * 64) + 96 * 32
 """Numbers in a tiny Llama: queries, keys and values; output; gate and up; down; lm_head."""
 NORMS = LAYERS * 2 * 32 + 32
@@ -283,6 +274,7 @@ NORMS = LAYERS * 2 * 32 + 32
 @pytest.fixture(autouse=True)
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "_CPU_BYTES", 4000)
+    monkeypatch.setattr(TEAM, "_free", None)  # forget that the machine was busy
 
 
 def ticking(seconds: float = 1.0) -> Clock:
