@@ -755,23 +755,3 @@ def test_neighbours_are_drawn_independently(line: str) -> None:
     for step in (1, 2, 64):
         pairs = Counter[tuple[int, ...]](zip(drawn, drawn[step:], strict=False))
         assert chi_square_p(pairs, expected, pairs.total()) > 0.001
-
-
-def test_every_seed_and_place_has_a_unique_number() -> None:
-    numbers = [sampling.mixed_seed(seed, place) for seed in range(-50, 50) for place in range(100)]
-    assert len({*numbers}) == len(numbers)
-    assert all(0 <= number < 2**64 for number in numbers)
-    assert len({number % 2**32 for number in numbers}) == len(numbers)  # a CPU uses 32 bits
-    bits = torch.tensor([[number >> bit & 1 for bit in range(64)] for number in numbers])
-    # half of 10,000, within 5 sigma
-    assert (bits.float().mean(0) - 0.5).abs().max() < 0.025
-
-
-def test_a_seeds_draws_touch_no_other_generator() -> None:
-    before, sampler = torch.get_rng_state(), sampler_of(0)
-    assert sampler.generator is not None
-    own = sampler.generator.get_state()
-    first, _, again = (sampler.draw(LAW, place) for place in (3, 1, 3))
-    assert first == again
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(sampler.generator.get_state(), own)
