@@ -11,8 +11,6 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerFast
 
@@ -152,19 +150,6 @@ def mask(grammar: Grammar) -> GrammarMask:
     model, _, grammars = everything()
     request = model.call("A", {"json_schema": True})
     return grammars.mask(grammar, request.end_tokens, request.input_ids.shape[1])
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(0, 30), min_size=2, max_size=8))
-def test_a_mask_can_move_between_prefixes(lengths: list[int]) -> None:
-    text = everything()[1]('{"name": "Ada", "age": 36, "tags": ["red"]}')["input_ids"]
-    one = mask(grammar_of_schema(PERSON))
-    scores = torch.zeros(1, VOCAB_SIZE, dtype=torch.float64)
-    front = [7] * one.start
-    for length in lengths:
-        ids = torch.tensor([front + text[:length]])
-        fresh = mask(grammar_of_schema(PERSON))
-        assert torch.equal(one(ids, scores), fresh(ids, scores))
 
 
 def test_forced_tokens_end_with_the_end_token(words: PreTrainedTokenizerFast) -> None:

@@ -428,24 +428,6 @@ def run(
     return [found[place] for place in range(len(prompts))]
 
 
-@torch.no_grad()
-def alone(backbone: Backbone, prompt: list[int], ends: frozenset[int]) -> list[int]:
-    """Greedy tokens without a cache or a batch, up to an end or a loop."""
-    ids: list[int] = []
-    while len(ids) < LIMIT and not (ids and ids[-1] in ends) and selfgen.loop_start(ids) is None:
-        ids.append(int(backbone.model(torch.tensor([prompt + ids])).logits[0, -1].argmax()))
-    return ids
-
-
-def test_texts_of_a_batch_equal_texts_alone(precise: Backbone) -> None:
-    ends = frozenset(alone(precise, PROMPTS[0], frozenset())[3:4])
-    expected = [alone(precise, prompt, ends) for prompt in PROMPTS]
-    assert len({len(ids) for ids in expected}) > 1, "texts should end one by one"
-    heard: list[int] = []
-    assert run(precise, ends=ends, heard=heard) == expected
-    assert sum(heard) == sum(map(len, expected))
-
-
 def test_a_looping_text_ends_with_the_third_occurrence(precise: Backbone) -> None:
     stuck = make_model("llama", torch.float64)
     token = run(precise)[0][0]
