@@ -36,16 +36,6 @@ def truncate_one_too_few(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCache, "truncate", wrong)
 
 
-def truncate_nothing_but_the_first_layer(patch: pytest.MonkeyPatch) -> None:
-    """Deep layers keep rejected rows."""
-    right = KVCache.truncate
-
-    def wrong(self: KVCache, length: int, first: int = 0, last: int | None = None) -> None:
-        right(self, length, first, last if last is not None else 1)
-
-    patch.setattr(KVCache, "truncate", wrong)
-
-
 def mask_sized_by_the_first_layer(patch: pytest.MonkeyPatch) -> None:
     """Deep passes get the mask of layer 1, which holds more positions."""
     right = GenericExecutor.masks
@@ -124,8 +114,8 @@ def shallow_rows_swapped(patch: pytest.MonkeyPatch) -> None:
 
 
 GREEDY_MUTANTS = [
-    *(truncate_one_too_few, truncate_nothing_but_the_first_layer, mask_sized_by_the_first_layer),
-    *(positions_start_one_late, bonus_row_dropped, rows_judged_one_late, every_draft_stays),
+    *(truncate_one_too_few, mask_sized_by_the_first_layer, positions_start_one_late),
+    *(bonus_row_dropped, rows_judged_one_late, every_draft_stays),
     *(queues_keep_rejected_rows, shallow_rows_swapped),
 ]
 
