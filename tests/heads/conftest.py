@@ -6,14 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.model.backbone import Backbone
 from selfspec.model.parts import Unembedding
 from tests.models import wrapped
-
-
-@pytest.fixture
-def backbone() -> Backbone:
-    return wrapped("llama")
 
 
 @pytest.fixture

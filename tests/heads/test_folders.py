@@ -353,10 +353,6 @@ def layer(name: str, value: Any) -> Change:
     return damage
 
 
-def pickled(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
 Q = "layers.0.self_attn.q_proj.weight"
 STATES = "eagle_aux_hidden_state_layer_ids"
 DAMAGES: list[tuple[Change, str]] = [
@@ -384,7 +380,7 @@ DAMAGES: list[tuple[Change, str]] = [
     *((config(**{STATES: value}), STATES) for value in ([1, 1, 2], [], [-1, 2, 3])),
     (config(**{STATES: [1, 2, 3, 4]}), "fc.weight"),
     (lambda folder: (folder / "model.safetensors").unlink(), "no *.safetensors"),
-    (pickled, "pickles"),
+    (lambda it: (it / "model.safetensors").rename(it / "pytorch_model.bin"), "pickles"),
     (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 9), "model.safetensors"),
     (tensors(lambda held: held.pop(Q)), f"no {Q}"),
     (tensors(lambda held: held.update(x=torch.ones(2))), "x is unknown"),
@@ -398,18 +394,14 @@ DAMAGES: list[tuple[Change, str]] = [
     (tensor("d2t", lambda t: t[:-1]), "d2t"),
 ]
 
-OF_ANOTHER_MODEL = [
-    (config(**{STATES: [1, 4, 9]}), "8 layers"),
-    (config(target_hidden_size=WIDTH * 2), "width 64"),
-    (layer("vocab_size", VOCABULARY + 1), "129 tokens"),
-]
-
 
 @pytest.mark.parametrize(
     ("kind", "change", "said"),
     [
         *((InvalidHeads, *damage) for damage in DAMAGES),
-        *((HeadsMismatch, *other) for other in OF_ANOTHER_MODEL),
+        (HeadsMismatch, config(**{STATES: [1, 4, 9]}), "8 layers"),
+        (HeadsMismatch, config(target_hidden_size=WIDTH * 2), "width 64"),
+        (HeadsMismatch, layer("vocab_size", VOCABULARY + 1), "129 tokens"),
     ],
     ids=addressless,
 )

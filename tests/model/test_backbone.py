@@ -139,14 +139,11 @@ def test_a_decoder_with_extra_steps_near_or_far_is_refused(first: int, where: st
         Backbone(model)
 
 
-def rope(kind: str, **more: Any) -> dict[str, Any]:
-    usual = {"rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 128}
-    return {"rope_parameters": usual | more | {"rope_type": kind}}
-
-
 def test_rope_with_fixed_frequencies_runs() -> None:
-    llama3 = rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)
-    same_as_the_model(make_model("llama", **llama3), drafter="ngram")
+    llama3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 2.0}
+    llama3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3["original_max_position_embeddings"] = 128
+    same_as_the_model(make_model("llama", rope_parameters=llama3), drafter="ngram")
 
 
 # --- a decoder's parts under any family's names
@@ -158,13 +155,6 @@ def test_positions_are_limited_by_a_table_but_not_by_rotations() -> None:
     assert limits == dict.fromkeys(families) | dict.fromkeys(families[3:], models.MAX_POSITIONS)
     ids = random_ids(models.MAX_POSITIONS - 2)
     assert len(wrap(make_model("gptj")).generate(ids, max_new_tokens=9).token_ids) == 3
-
-
-class Scaled(nn.Module):
-    def forward(
-        self, hidden: Tensor, past_key_values: object, attention_scaling: Tensor | None = None
-    ) -> Tensor:
-        return hidden
 
 
 graphless: Any = partial(torch.compile, backend="eager")
@@ -192,7 +182,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         (partial(tiny_model, family, torch.float32), words)
         for family, words in [
             ("bloom", "has layers that take alibi"),
-            ("mpt", "has layers that take position_bias"),
             ("mamba", "has linear_attention layers, which cannot be"),
             ("ctrl", "has no final norm named norm, final_layer_norm"),
         ]
@@ -203,7 +192,8 @@ CHANGES: list[tuple[Callable[[Any], None], str]] = [
     (lambda m: setattr(m.config, "is_encoder_decoder", True), "has an encoder, expected a decoder"),
     (lambda m: delattr(m.transformer, "wte"), "has no embedding named embed_tokens"),
     (lambda m: delattr(m.transformer, "h"), "has no list of layers named layers, h"),
-    (lambda m: setitem(m.transformer.h, 0, Scaled()), "has layers that take attention_scaling"),
+    # an argument that may be left out
+    (lambda m: setitem(m.transformer.h, 0, nn.TransformerEncoderLayer(16, 1)), "take is_causal"),
     # a layer without a KV cache
     (lambda m: setitem(m.transformer.h, 0, nn.Linear(16, 16)), "that take no keys and values"),
     (

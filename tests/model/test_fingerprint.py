@@ -60,13 +60,6 @@ def test_kept_buffers_count_and_others_do_not() -> None:
     assert fingerprint.of(same) == fingerprint.of(make_model("llama"))
 
 
-def test_tied_weights_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tied, seen = make_model("llama", tie_word_embeddings=True), list[int]()
-    monkeypatch.setattr(fingerprint, "_of_tensor", lambda weight: seen.append(weight.data_ptr()))
-    fingerprint.of(tied)
-    assert len(seen) == len(set(seen)) == len(list(tied.parameters()))
-
-
 def test_the_memory_layout_of_weights_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = make_model("llama")
     expected = fingerprint.of(model)
@@ -239,10 +232,6 @@ def test_heads_without_a_fingerprint_to_compare_are_checked_by_sizes_with_a_warn
 # --- a model that was changed after it was wrapped is refused at the next request
 
 
-def set_data(weight: Tensor) -> None:
-    weight.data = weight.data.clone()
-
-
 class Louder(nn.Linear):
     """A linear layer of another class."""
 
@@ -254,15 +243,13 @@ CHANGES: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m.to("meta"), "was"),
     (lambda m: mlp(m).up_proj.weight.detach().add_(0.01), f"{UP} was changed"),
     (lambda m: mlp(m).up_proj.weight.data.add_(0.01), f"{UP} was changed"),
-    (lambda m: set_data(mlp(m).up_proj.weight), f"{UP} was replaced"),
+    (lambda m: setattr(mlp(m).up_proj.weight, "data", torch.ones(64, 32)), f"{UP} was replaced"),
     (lambda m: _set(m, torch.ones(64, 32)), "was replaced"),
-    (lambda m: m.lm_head.weight.data.mul_(2), "lm_head.weight was changed"),
     (lambda m: m.model.rotary_emb.inv_freq.mul_(2), "model.rotary_emb.inv_freq was changed"),
     (lambda m: mlp(m).register_buffer("scale", torch.ones(1)), f"{MLP} has other weights"),
     (lambda m: setattr(mlp(m), "up_proj", nn.Linear(32, 64)), f"{MLP} has other modules"),
     (lambda m: mlp(m).register_forward_hook(lambda _, __, out: out * 2), f"{MLP} has other hooks"),
     (lambda m: setattr(mlp(m), "forward", torch.zeros_like), f"the forward of {MLP} was replaced"),
-    (lambda m: setattr(m.lm_head, "bias", nn.Parameter(torch.ones(96))), "lm_head has other weigh"),
     (lambda m: setattr(m.lm_head, "__class__", Louder), "lm_head is a Louder, it was a Linear"),
     # Llama has none; Cohere's is read
     (lambda m: setattr(m.config, "logit_scale", 2.0), "model has logit_scale, which it had not"),
