@@ -45,7 +45,6 @@ def test_a_pad_token_in_a_single_prompt_is_not_padding(exact: Any) -> None:
 
 def test_a_loop_of_another_model_is_refused(speculator: Speculator) -> None:
     other: Any = make_model("llama")
-    assert speculator.backbone.parts.position_limit is None  # rotary embeddings have no limit
     with pytest.raises(InvalidOption, match="another model"):
         other.generate(random_ids(4), custom_generate=speculator.hf())
 
