@@ -37,7 +37,7 @@ from eval.compare import ASSISTED, INT4, LLAMA, LOOKUP, NUMBERS, OPENVINO, THEIR
 from eval.gpu_hour import COMMANDS, Hour, Step
 from eval.lab import SHAPES, Shape
 from eval.papers import self_sd, specbound
-from eval.papers.specbound import Dial, DialledHead, early_model, round_cost
+from eval.papers.specbound import Dial, DialledHead, early_model
 from selfspec.api.speculator import wrap
 from selfspec.decoding.measure import Clock
 from selfspec.errors import CannotWrite, InvalidOption, UnsupportedModel
@@ -561,12 +561,6 @@ def test_a_dialled_head_is_wrong_at_the_set_rate() -> None:
         head.wrong_share = share
         wrong = (head(states).argmax(-1) != right).double().mean()
         assert wrong == pytest.approx(share, abs=0.03)  # four standard deviations
-
-
-def test_expected_tokens_and_the_cost_of_a_round() -> None:
-    assert lab.expected_tokens(0.8, 6) == pytest.approx((1 - 0.8**7) / (1 - 0.8))
-    assert lab.expected_tokens(1.0, 3) == 4
-    assert round_cost(4, 0.25, rows=5, head=0.01) == pytest.approx(5 * 0.25 + 0.75 + 0.04)
 
 
 def test_points_are_ratios_of_totals_of_medians() -> None:

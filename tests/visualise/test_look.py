@@ -9,7 +9,6 @@ import torch
 
 from selfspec.api.speculator import wrap
 from selfspec.api.text import TokenTexts
-from selfspec.errors import HeadsNotFound
 from selfspec.heads.heads import ExitJudge, top_probability
 from selfspec.model.backbone import Backbone
 from selfspec.options import merged_over
@@ -121,11 +120,8 @@ def test_depth_and_thresholds_by_layer_are_kept() -> None:
     assert len(info.prompt_texts) == 5
 
 
-def test_a_model_without_heads_needs_all_layers() -> None:
-    speculator = wrap(make_model("qwen3"), executor="generic")
-    with pytest.raises(HeadsNotFound, match="Give --heads, or drop --no-all"):
-        inspect(speculator, PROMPT, all_layers=False)
-    found = inspect(speculator, PROMPT, max_new_tokens=4)
+def test_a_model_without_heads_is_seen_at_all_layers() -> None:
+    found = inspect(wrap(make_model("qwen3"), executor="generic"), PROMPT, max_new_tokens=4)
     assert found.info.exit_layers == (1, 2, 3, 4, 5)
     assert (found.info.heads, found.info.options.drafter) == ("", "ngram")
     assert [place.kind for place in found.places] == ["prefill", "bonus", "bonus", "bonus"]

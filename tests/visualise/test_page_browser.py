@@ -192,8 +192,6 @@ def test_a_report_of_wide_tables_fits_a_phone(browser: Browser, tmp_path: Path) 
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_128_tokens_and_30_layers_stay_small(unfolded: Open) -> None:
+def test_128_tokens_and_30_layers_stay_small() -> None:
     html = render(drawn_trace(128, 31, (4, 12, 20), range(1, 31)))
     assert len(html.encode("utf-8")) < 1_500_000
-    page = unfolded(html)
-    assert page.locator("#map td").count() == 128 * 30
