@@ -82,9 +82,13 @@ def measure(bench: Bench, contenders: list[Contender], path: Path) -> list[Answe
 
 
 def test_all_methods_write_the_same_tokens_for_every_turn_by_the_clock(
-    bench: Bench, contenders: list[Contender], tmp_path: Path
+    bench: Bench, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A question's second turn follows plain decoding's answer to its first."""
+    asked = noted(monkeypatch, text, "encode", lambda _, prompt: copy.deepcopy(prompt))
     answers = measure(bench, contenders, tmp_path)
+    roles, said = ("user", "assistant", "user"), ("c b", answers[1].text, "a a")
+    assert [tuple(turn.values()) for turn in asked[-2]] == [*zip(roles, said, strict=True)]
     keys = [("one", 1, 1), ("two", 1, 1), ("two", 2, 1), ("three", 1, 1)]
     assert [answer.key for answer in answers] == keys
     for answer in answers:
@@ -120,19 +124,6 @@ def test_only_plain_decodings_end_token_sets_the_length_for_all_methods(
     monkeypatch.setattr(config, "eos_token_id", plain[2])
     runs = [bench.run(contender, ids, plain) for contender in contenders]
     assert [run.error for run in runs] == [None] * len(NAMES)
-
-
-def test_the_second_turn_follows_plain_decodings_answer(
-    bench: Bench, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = noted(monkeypatch, text, "encode", lambda _, prompt: copy.deepcopy(prompt))
-    answers = measure(bench, contenders, tmp_path)
-    first = next(answer for answer in answers if answer.key == ("two", 1, 1))
-    assert asked[-2] == [
-        {"role": "user", "content": "c b"},
-        {"role": "assistant", "content": first.text},
-        {"role": "user", "content": "a a"},
-    ]
 
 
 def test_the_seed_sets_the_order(bench: Bench, contenders: list[Contender], tmp_path: Path) -> None:
@@ -259,26 +250,19 @@ def test_the_fastest_setting_that_did_not_fail_is_chosen() -> None:
         return Contender(label=label, method="m", setting={"of": label})
 
     grid = {"m": [contender("a"), contender("b"), contender("c")], "plain": [contender("p")]}
-    runs = [
-        {"a": Run(seconds=5.0), "b": Run(seconds=2.0), "c": Run(seconds=1.0)},
-        {"a": Run(seconds=5.0), "b": Run(seconds=3.0), "c": Run(error="no")},
-    ]
-    tuning = [Answer(id="q", task="t", turn=1, repeat=1, runs=entry) for entry in runs]
+
+    def timed(*seconds: float | None) -> Answer:
+        runs = [Run(error="no") if one is None else Run(seconds=one) for one in seconds]
+        return Answer(id="q", task="t", turn=1, repeat=1, runs=dict(zip("abc", runs, strict=True)))
+
+    tuning = [timed(5.0, 2.0, 1.0), timed(5.0, 3.0, None)]
     tuning.append(Answer(id="x", task="t", turn=1, repeat=1, error="too long"))
     found = methods.best_of(grid, tuning)
     assert (found["m"].label, found["m"].setting) == ("m", {"of": "b"})
     assert found["plain"].label == "plain"
     assert methods.best_of(grid, [])["m"].setting == {"of": "a"}
     # each failed once: the prompt that both answered decides
-    no, times = Run(error="no"), [(None, 9.0), (1.0, None), (4.0, 3.0)]
-    tried = [
-        {
-            name: no if one is None else Run(seconds=one)
-            for name, one in zip("abc", (*two, None), strict=True)
-        }
-        for two in times
-    ]
-    tuning = [Answer(id="q", task="t", turn=1, repeat=1, runs=entry) for entry in tried]
+    tuning = [timed(None, 9.0, None), timed(1.0, None, None), timed(4.0, 3.0, None)]
     assert methods.best_of(grid, tuning)["m"].setting == {"of": "b"}
 
 
@@ -591,7 +575,8 @@ def test_baseline_schedules_keep_their_rules(speculator: Speculator) -> None:
     """A fixed exit uses its layer only; thresholds have no bound; one exit stops if unsure."""
     fixed = [speculator.options.updated(one.setting).exit for one in grid(speculator, "fixed-exit")]
     assert [setting.layers for setting in fixed[::3]] == [(1,), (3,), (5,)]
-    for number, setting in enumerate(fixed):
+    for number in (0, 4, 8):  # every layer, and every length
+        setting = fixed[number]
         for one in written(speculator, "fixed-exit", number).rounds[1:]:
             assert set(one.exit_layers) <= set(setting.layers or ())
             assert len(one.draft_tokens) == setting.max_tokens or one.ended == "budget"
