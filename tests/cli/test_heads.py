@@ -21,18 +21,8 @@ from tests.cli.fakes import Call, FakeSpeculator
 from tests.heads.kinds import make_config
 from tests.talks import save_tiny
 
-TRAINING = {
-    "data": "talks",
-    "validation": "more talks",
-    "dtype": "float32",
-    "conversations": 3,
-    "answer_tokens": 60,
-    "epochs": 1,
-    "steps": 2,
-    "ce_share": 1.0,
-    "learning_rate": 0.1,
-    "seed": 0,
-}
+COUNTS = ("conversations", "answer_tokens", "epochs", "steps", "ce_share", "learning_rate", "seed")
+TRAINING = {"data": "talks", "validation": "more", "dtype": "float32", **dict.fromkeys(COUNTS, 1)}
 CONFIG: dict[str, Any] = {
     **{"base_model": "toy-model", "head_type": "translator", "training": TRAINING},
     "defaults": {"drafter": "exit:threshold=0.7"},

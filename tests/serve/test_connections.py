@@ -50,7 +50,7 @@ def test_five_hundred_silent_clients_block_nobody(small: Running) -> None:
 
 
 BEGUN = b"POST /v1/chat/completions HTTP/1.1\r\nHost: he"
-HEADS = {path: request(GOOD, path).partition(b"{")[0] for path in (CHAT, live.TEXT)}
+HEAD = request(GOOD).partition(b"{")[0]
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,9 @@ HEADS = {path: request(GOOD, path).partition(b"{")[0] for path in (CHAT, live.TE
         (BEGUN, b"", []),
         (BEGUN, b"a" * 10_000, []),
         (b"GET /health HTTP/1.1\r\n" + b"X-Filler: aaaaaaaa\r\n" * 10_000, b"", [400]),
-        (HEADS[CHAT], b'{"mess', [408]),
-        (HEADS[live.TEXT], b'{"prom', [408]),
+        (HEAD, b'{"mess', [408]),
     ],
-    ids=["nothing", "half a header", "byte by byte", "no end", "chat", "text"],
+    ids=["nothing", "half a header", "byte by byte", "no end", "half a body"],
 )
 def test_clients_that_send_too_slowly_or_too_much_are_cut_off(
     hasty: Running, level: Level, at_once: bytes, slowly: bytes, found: list[int]
