@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: no test uses the network
@@ -20,6 +21,7 @@ from selfspec.api import tuned
 from selfspec.api.speculator import Speculator, load
 from selfspec.files import cache_folder
 from selfspec.model.backbone import Backbone
+from selfspec.model.weights import TEAM
 from tests.models import CHEAP, make_model, wrapped
 
 settings.register_profile("suite", max_examples=8, derandomize=True, deadline=None, database=None)
@@ -47,7 +49,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(own))
         patch.setenv("XDG_CONFIG_HOME", str(own / "config"))
-        # costs of rows and heads must not depend on how busy this machine is
+        # nothing must depend on how busy this machine is
+        patch.setattr(TEAM, "measured", nullcontext)
         patch.setattr(tuned, "first_costs", lambda *_: {})
         yield
 

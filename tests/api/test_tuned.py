@@ -34,8 +34,7 @@ DEFAULTS: dict[str, Any] = {"drafter": "exit:layers=2,threshold=0.8"}
 
 
 @pytest.fixture(autouse=True)
-def cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(TEAM, "_free", None)  # forget that the machine was busy
+def cache(empty_cache: Path) -> Path:
     return empty_cache / "tuned"
 
 

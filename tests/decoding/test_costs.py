@@ -274,7 +274,6 @@ NORMS = LAYERS * 2 * 32 + 32
 @pytest.fixture(autouse=True)
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "_CPU_BYTES", 4000)
-    monkeypatch.setattr(TEAM, "_free", None)  # forget that the machine was busy
 
 
 def ticking(seconds: float = 1.0) -> Clock:
