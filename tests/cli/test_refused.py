@@ -198,11 +198,14 @@ data --tokens 5                                  | no --output
 data --output new.jsonl                          | no --tokens
 data --output new.jsonl --tokens 9 --workers 0   | workers is 0, expected a value of at least 1
 data --output new.jsonl --tokens 9 --workers 2 --endpoint U | workers with endpoint
+data --output new.jsonl --tokens 9 --recipe none | cannot read none
 data --output new.jsonl --tokens 9 --passages no | no is no folder
 data --output new.jsonl --recipe a --from talks.jsonl | recipe with --from
 data --tokens 9 --output prompts.jsonl           | no prompts.jsonl.run.json to continue it by
 data --tokens 9 --output link                    | is a link
+data --tokens 9 --output dir                     | a folder or a device
 data --tokens 9 --output new.txt                 | would hold lines of JSON. Name it new.jsonl
+data --tokens 9 --output text.txt/below          | Not a directory
 """
 """Command lines and words of their error. No model is loaded."""
 
