@@ -41,7 +41,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27226,
+    "tests/": 27229,
     "model": 6829,
     "decoding": 4773,
     "training": 3681,
