@@ -502,7 +502,8 @@ class Engine:
             if self._strict:
                 self._store.refuse_too_long(positions)
             asked = replace(asked, kv=self._store.kv(positions))
-        running = self.runtime.text(asked, options, self._load)
+        with TEAM.limited():  # kernels may be probed
+            running = self.runtime.text(asked, options, self._load)
         running.engine = self
         self._waiting.append(running)
         return running

@@ -358,7 +358,7 @@ class Program:
         asked.rows, asked.room, asked.buffers = count, room.data_ptr(), pointers(places)
         start, end = self._starts[first], self._starts[last]
         at = ctypes.addressof(self._table) + start * ctypes.sizeof(Operation)
-        with TEAM.limited(), TEAM.measured():
+        with TEAM.measured():
             self._run(end - start, at, ctypes.addressof(asked))
 
     def _need(self, buffer: int, width: int) -> None:
