@@ -135,7 +135,7 @@ def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
     file = _costs_path(backbone, heads)
     with suppress(*_UNUSABLE):
         return _checked(read_json(file), heads)
-    logger.info("measuring what rows and heads cost on this machine, once")
+    logger.info("measuring what rows and heads cost on this machine")
     if not (costs := settings_text(quick_costs(backbone, heads))):
         return {}  # the model has too few positions to compare rows
     options = {"costs": costs}

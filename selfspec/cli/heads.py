@@ -112,7 +112,7 @@ def check(
 
 @app.command()
 def use(folder: Folder) -> None:
-    """Use these heads with their model. From now on, they are its default."""
+    """From now on, use these heads with the model whose weights they were fitted to."""
     found = hub.resolve_heads(folder)
     config = read_config(found)
     base_model = config["base_model"]

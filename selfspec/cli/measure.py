@@ -434,7 +434,7 @@ def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     facts: dict[str, Any] = {
         **hub.machine(),
         "default_model": model,
-        "default_heads": hub.DEFAULT_HEADS,
+        "bundled_heads": hub.DEFAULT_HEADS,
         "cache_folder": str(files.cache_folder()),
         "config": config,
         "tuned": [str(file) for file in tuned.files()],
