@@ -41,8 +41,8 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27229,
-    "model": 6829,
+    "tests/": 27235,
+    "model": 6830,
     "decoding": 4774,
     "training": 3681,
     "eval": 2778,

@@ -49,7 +49,7 @@ class Clock:
         found: dict[Name, list[float]] = {name: [] for name in works}
         for _ in range(self.repeats + 1):
             for name, work in works.items():
-                with TEAM.limited():  # as in a round: with a spinning thread passes take 100 times
+                with TEAM.limited():  # as in a round: a spinning thread would be timed
                     for _ in range(self.before):
                         work()
                     self._wait(self.device)

@@ -108,6 +108,7 @@ class Team:
             return
         threads, cores = torch.get_num_threads(), self._got_s / self._worked_s
         whole = self._trying or not self.crowded  # no thread was left out
+        # half a core short, or a quarter if there is one thread
         if cores < threads - min(threads / 4, 0.5) and (whole or threads > 1):
             self._free = max(round(cores), 1)
             text = "other programs keep this machine busy: computing with %d of %d threads for now"

@@ -234,10 +234,12 @@ def test_quick_costs_ignore_slow_passes_and_interpolate_between_row_counts(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     takes = {1: 0.01, 2: 0.011, 3: 0.014, 4: 0.014, 5: 0.02, 6: 0.021, 8: 0.025, 16: 0.033}
-    clock, slow = [0.0], [2, 8, 16]  # disturbed: a pass of the first lap, and two that count
+    clock, threads = [0.0], set[int]()
+    slow = [2, 8, 16]  # disturbed: a pass of the first lap, and two that count
 
     def run(_passes: object, rows: int) -> None:
         clock[0] += takes[rows]
+        threads.add(torch.get_num_threads())
         if rows in slow[:1]:
             slow.pop(0)
             clock[0] += 0.2
@@ -246,9 +248,13 @@ def test_quick_costs_ignore_slow_passes_and_interpolate_between_row_counts(
     found = measuring.quick_costs(backbone, None, now=lambda: clock[0])
     assert found == Costs(row=(0.1, 0.3, 0.0, 0.6, 0.1, *[0.2] * 2, *[0.1] * 8))
     assert not slow
+    torch.set_num_threads(2)
+    threads.clear()
+    monkeypatch.setattr(TEAM, "_again_at", math.inf)
     monkeypatch.setattr(TEAM, "_free", 1)  # other programs keep the machine busy: a line
     for each, slow[:] in (0.153, [8] * 9), (0.01, [1] * 99):  # all but one, or all single rows
         assert measuring.quick_costs(backbone, None, lambda: clock[0]) == Costs(row=(each,) * 15)
+    assert threads == {1}
 
 
 @pytest.mark.parametrize("kind", ["translator", "deep-fused", "medusa", "attending"])
