@@ -41,7 +41,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27235,
+    "tests/": 27245,
     "model": 6830,
     "decoding": 4774,
     "training": 3681,
