@@ -41,14 +41,14 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27245,
+    "tests/": 27252,
     "model": 6830,
     "decoding": 4774,
     "training": 3681,
     "eval": 2778,
     "eval/": 3440,
-    "cli": 3191,
-    "serve": 2925,
+    "cli": 3193,
+    "serve": 2931,
     "api": 2350,
     "heads": 1666,
     "visualise": 1542,

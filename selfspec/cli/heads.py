@@ -71,6 +71,8 @@ def show(folder: Folder, *, as_json: AsJson = False) -> None:
         return
     if values["chat_template"] is not None:
         values["chat_template"] = name_of(values["chat_template"])
+    if "before" in values["training"]:  # fits of which each holds the one before it
+        values["training"]["before"] = "an earlier fit, which --json shows"
     base.emit_facts({name: value for name, value in values.items() if value not in (None, {})})
 
 
@@ -89,7 +91,7 @@ def check(
     # heads that others publish have no card of ours
     problems = [] if attends(found) and not is_heads_folder(found) else incomplete(found)
     try:
-        speculator = generate.load(model, heads=found)
+        speculator = generate.load(model, heads=found, costs="row=0")  # nothing is measured
     except (InvalidHeads, HeadsMismatch, InvalidOption) as error:
         why = "" if model or not isinstance(error, HeadsMismatch) else " (--model names another)"
         problems.append(f"{error}{why}")

@@ -483,7 +483,7 @@ def _is_heads_id(name: str | Path) -> bool:
 
 def _known_heads() -> str:
     names = ", ".join(sorted(_named_heads())) or "none"
-    return f"Known: {names}; logit-lens, which any model has without a folder; and none"
+    return f"Known: {names}. For --heads also: logit-lens, which any model has, and none"
 
 
 FETCHING = ("revision", "token", "cache_dir", "force_download")  # options of a fetch from the hub

@@ -7,6 +7,7 @@ Imports no torch: the front process of several copies of the model imports this 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import itertools
 import traceback
 from collections.abc import Sequence
@@ -414,11 +415,16 @@ def of_validation(error: pydantic.ValidationError) -> Refused:
         elif place.isidentifier() and place not in _TYPES:
             field += f".{place}" if field else place
     said = f"is wrong: {found['msg'].removeprefix('Value error, ').partition(' or instance of')[0]}"
-    known = {"extra_forbidden": "is not supported here. Leave it out", "missing": "is missing"}
-    message = f"{field or 'the body'} {known.get(found['type'], said)}"
-    return Refused(400, message, field=field or None)
+    if found["type"] == "extra_forbidden":  # names of the two bodies, but not this very name
+        near = difflib.get_close_matches(field, _NAMES - {field}, n=1, cutoff=0.85)
+        hint = f"Did you mean {near[0]}?" if near else "Leave it out"
+        said = f"is not supported here. {hint}"
+    elif found["type"] == "missing":
+        said = "is missing"
+    return Refused(400, f"{field or 'the body'} {said}", field=field or None)
 
 
+_NAMES = {*ChatBody.model_fields, *TextBody.model_fields}
 _TYPES = {"str", "bool", "int", "float", "list", "dict", "_Speculation", "_Chosen"}
 
 

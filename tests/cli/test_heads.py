@@ -76,6 +76,11 @@ def test_show_reads_the_config_only(toy: Path, call: Call) -> None:
     lines = dict(line.split(maxsplit=1) for line in shown)
     assert lines["exit_layers"] == "2, 4"
     assert lines["defaults"] == '{"drafter": "exit:threshold=0.7"}'
+    before = {**TRAINING, "before": {**TRAINING, "steps": 77}}
+    make_config(**{**CONFIG, "training": before}).write(toy)
+    said = call(["heads", "show", str(toy)]).out
+    assert '"before": "an earlier fit, which --json shows"' in said
+    assert "77" not in said
 
 
 @pytest.mark.parametrize(
@@ -90,8 +95,8 @@ def test_show_reads_the_config_only(toy: Path, call: Call) -> None:
 def test_check_says_ok_or_fails_with_the_reason(
     error: Exception | None, code: int, toy: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
-    def load(model: str | None, heads: Path) -> FakeSpeculator:
-        assert (model, heads) == ("m", toy)
+    def load(model: str | None, heads: Path, costs: str) -> FakeSpeculator:
+        assert (model, heads, costs) == ("m", toy, "row=0")
         if error is not None:
             raise error
         return FakeSpeculator()

@@ -173,6 +173,7 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
         ({"logit_bias": {"a": 1}}, "logit_bias.a"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"no_such_field": 1}, "no_such_field"),
+        ({"temprature": 1}, "temprature"),
         ({"temperature": 3}, "temperature"),
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
@@ -210,6 +211,7 @@ def test_unsupported_fields_are_refused_by_name(
     assert error["type"] == "invalid_request_error"
     assert error["message"]
     assert "\n" not in error["message"]
+    assert ("Did you mean temperature?" in error["message"]) == (field == "temprature")
 
 
 def test_too_many_answers_are_refused_before_they_are_made() -> None:
