@@ -36,22 +36,22 @@ class Draft:
         cls, tokens: Sequence[int], parents: Sequence[int] | None = None, *, ended: Ended = "off"
     ) -> Draft:
         """Make a draft of tokens that ran through no layer; no `parents`: a chain."""
-        behind = range(-1, len(tokens) - 1) if parents is None else parents
-        return cls(proposed=[*starmap(DraftToken, zip(tokens, behind, strict=True))], ended=ended)
+        links = range(-1, len(tokens) - 1) if parents is None else parents
+        return cls(proposed=[*starmap(DraftToken, zip(tokens, links, strict=True))], ended=ended)
 
     @property
     def tokens(self) -> list[int]:
-        return [one.token for one in self.proposed]
+        return [draft.token for draft in self.proposed]
 
     @property
     def parents(self) -> list[int]:
-        return [one.parent for one in self.proposed]
+        return [draft.parent for draft in self.proposed]
 
     @property
     def trunk(self) -> int:
         """The length of the first path, on which each token follows the one before."""
-        turned = (at for at, one in enumerate(self.proposed) if one.parent != at - 1)
-        return next(turned, len(self.proposed))
+        turns = (index for index, draft in enumerate(self.proposed) if draft.parent != index - 1)
+        return next(turns, len(self.proposed))
 
     @property
     def is_chain(self) -> bool:
@@ -64,18 +64,18 @@ class Draft:
 
     def path(self, index: int) -> list[int]:
         """Indices of the tokens from the root to token `index`, itself included; -1: none."""
-        found: list[int] = []
+        indices: list[int] = []
         while index >= 0:
-            found.append(index)
+            indices.append(index)
             index = self.proposed[index].parent
-        return found[::-1]
+        return indices[::-1]
 
     def tokens_to(self, index: int) -> list[int]:
         return [self.proposed[at].token for at in self.path(index)]
 
     def following(self, row: int) -> list[int]:
         """Indices of the tokens after a row: 0 is the newest token's, i + 1 that of token i."""
-        return [at for at, one in enumerate(self.proposed) if one.parent == row - 1]
+        return [index for index, draft in enumerate(self.proposed) if draft.parent == row - 1]
 
 
 class Verdict(NamedTuple):
@@ -104,8 +104,8 @@ class Target:
     @cached_property
     def best(self) -> list[int]:
         """The most likely token of every row: one device read for the whole batch."""
-        found: list[int] = self._best() if self._best else self.logits.max(-1).indices.tolist()
-        return found
+        tokens: list[int] = self._best() if self._best else self.logits.max(-1).indices.tolist()
+        return tokens
 
     def part(self, rows: slice) -> Target:
         normed = None if self.normed is None else self.normed[rows]
@@ -136,9 +136,9 @@ class ObservedRule:
         self._rule, self.lossless = rule, rule.lossless
 
     def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
-        found = self._rule.verdict(text, target, row, proposed)
-        self.note(target.logits[row], found.token)
-        return found
+        verdict = self._rule.verdict(text, target, row, proposed)
+        self.note(target.logits[row], verdict.token)
+        return verdict
 
     def note(self, logits: Tensor, token: int) -> None:
         """Note a token that was committed from these logits, [V]."""
@@ -189,13 +189,13 @@ class SpeculativeSampling:
     def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
         probs = self._sampler.probs(text.ids, target.row(row))
         for index, draft in enumerate(proposed):
-            if (drafted := draft.probs) is None:  # a deterministic draft: one-hot
-                drafted = torch.zeros_like(probs)
-                drafted[draft.token] = 1.0
+            if (draft_probs := draft.probs) is None:  # a deterministic draft: one-hot
+                draft_probs = torch.zeros_like(probs)
+                draft_probs[draft.token] = 1.0
             u = self._sampler.uniform(probs.device)
-            if bool(u * drafted[draft.token] * self._lenience < probs[draft.token]):
+            if bool(u * draft_probs[draft.token] * self._lenience < probs[draft.token]):
                 return Verdict(draft.token, index)
-            probs = residual(probs, drafted)
+            probs = residual(probs, draft_probs)
         return Verdict(self._sampler.draw(probs))
 
 
@@ -229,10 +229,10 @@ class LogprobRule(ObservedRule):
         self._count, self._noted = count, noted
 
     def note(self, logits: Tensor, token: int) -> None:
-        logs = logits.float().log_softmax(-1)
-        best = logs.topk(min(self._count, len(logs)))
+        logprobs = logits.float().log_softmax(-1)
+        best = logprobs.topk(min(self._count, len(logprobs)))
         top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        self._noted.append(Logprob(token, float(logs[token]), tuple(top)))
+        self._noted.append(Logprob(token, float(logprobs[token]), tuple(top)))
 
 
 # --- lossy rules, which change the output on purpose: labelled, never a default
@@ -263,12 +263,12 @@ class CmAsd:
         self._signal: Signal = Ensemble(wanted.weights, wanted.margin_scale)
 
     def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
-        wanted, scores = self._wanted, self._sampler.scores(text.ids, target.row(row))[0]
-        best = scores.topk(min(wanted.top_beta, len(scores))).values
+        options, scores = self._wanted, self._sampler.scores(text.ids, target.row(row))[0]
+        best = scores.topk(min(options.top_beta, len(scores))).values
         for index, draft in enumerate(proposed):
-            sure = 1.0 if draft.belief is None else float(self._signal(draft.belief.log()))
-            gained = sure if wanted.reading == "intent" else 1.0 - sure
-            tolerance = wanted.tolerance + wanted.tolerance_gain * gained
+            confidence = 1.0 if draft.belief is None else float(self._signal(draft.belief.log()))
+            factor = confidence if options.reading == "intent" else 1.0 - confidence
+            tolerance = options.tolerance + options.tolerance_gain * factor
             score = scores[draft.token]
             # differences of scores are those of log-probabilities
             if bool((score >= best[-1]) & (best[0] - score <= tolerance)):
@@ -319,8 +319,8 @@ class Easd:
         """Whether both distributions [V] are flat and share their best tokens; one device read."""
         target = scores.softmax(-1)
         count = min(self._tokens, len(target))
-        ours, theirs = target.topk(count).indices, belief.topk(count).indices
-        common = torch.isin(ours, theirs).sum()
+        target_tokens, draft_tokens = target.topk(count).indices, belief.topk(count).indices
+        common = torch.isin(target_tokens, draft_tokens).sum()
         flat = torch.minimum(entropy(target), entropy(belief)) > self._entropy
         return bool(flat & (common > self._least_common))
 
@@ -328,9 +328,9 @@ class Easd:
         if not self._sampler.do_sample:
             return int(scores.argmax(-1)) == draft.token
         # a deterministic draft has a one-hot distribution
-        drafted = 1.0 if draft.probs is None else draft.probs[draft.token]
+        draft_prob = 1.0 if draft.probs is None else draft.probs[draft.token]
         u = self._sampler.uniform(scores.device)
-        return bool(u * drafted < scores.softmax(-1)[draft.token])
+        return bool(u * draft_prob < scores.softmax(-1)[draft.token])
 
 
 def target_choice(sampler: Sampler, scores: Tensor) -> int:
@@ -340,12 +340,12 @@ def target_choice(sampler: Sampler, scores: Tensor) -> int:
 
 def acceptance_rule(sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
     """The rule for `options`; plain decoding is lossless whichever rule they name."""
-    wanted = options.acceptance if options.speculate else rules.Lossless()
-    if isinstance(wanted, rules.CmAsd):
-        return CmAsd(sampler, wanted)
-    if isinstance(wanted, rules.Easd):
-        return Easd(sampler, wanted)
-    lenience = wanted.lenience if isinstance(wanted, rules.Lenient) else 1.0
+    acceptance = options.acceptance if options.speculate else rules.Lossless()
+    if isinstance(acceptance, rules.CmAsd):
+        return CmAsd(sampler, acceptance)
+    if isinstance(acceptance, rules.Easd):
+        return Easd(sampler, acceptance)
+    lenience = acceptance.lenience if isinstance(acceptance, rules.Lenient) else 1.0
     if sampler.do_sample and sampler.seed is None:
         return SpeculativeSampling(sampler, lenience)
     if lenience < 1.0 and not sampler.do_sample:

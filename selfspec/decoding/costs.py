@@ -71,10 +71,10 @@ class DraftCost:
 
     def of(self, draft: Draft) -> float:
         """The cost of `draft`, without tokens of `FREE` sources: these are drafted in any case."""
-        origins = [(one.source, one.layer) for one in draft.proposed]
+        origins = [(token.source, token.layer) for token in draft.proposed]
         rows = zip(costs_by_row(self.row_costs), origins, strict=False)
-        verified = sum(row for row, (source, _) in rows if source not in FREE)
-        return verified + self.drafting(origins, draft.heads)
+        verification = sum(row for row, (source, _) in rows if source not in FREE)
+        return verification + self.drafting(origins, draft.heads)
 
     def drafting(self, origins: Sequence[tuple[str, int]], heads: int) -> float:
         """The cost of drafts before verification; `origins`: each draft's source and exit layer.
@@ -82,9 +82,9 @@ class DraftCost:
         A draft that exits at layer l of L runs l / L of a step on its own. A difficult token costs
         nothing: verification continues where it stopped.
         """
-        own = [layer for source, layer in origins if source not in FREE]
-        layers = sum(self.token + layer / self.num_layers for layer in own)
-        return layers + self.asking * heads
+        exit_layers = [layer for source, layer in origins if source not in FREE]
+        token_costs = sum(self.token + layer / self.num_layers for layer in exit_layers)
+        return token_costs + self.asking * heads
 
     def steps(self, origins: Sequence[tuple[str, int]], heads: int = 0) -> float:
         """The cost of a round with these drafts, in plain steps. Rows of every source count."""
@@ -93,9 +93,9 @@ class DraftCost:
 
     def gain(self, rounds: Sequence[Round]) -> float:
         """The speed-up of `rounds` over plain decoding; the prompt's round is left out."""
-        behind = [entry for entry in rounds if not entry.prefill]
-        steps = sum(self.steps(entry.origins, entry.heads) for entry in behind)
-        return sum(len(entry.tokens) for entry in behind) / steps if steps else 1.0
+        verifications = [entry for entry in rounds if not entry.prefill]
+        steps = sum(self.steps(entry.origins, entry.heads) for entry in verifications)
+        return sum(len(entry.tokens) for entry in verifications) / steps if steps else 1.0
 
 
 def costs_by_row(costs: Sequence[float]) -> Iterator[float]:
@@ -112,10 +112,10 @@ def batch_row_costs(rows: tuple[float, ...], texts: int) -> tuple[float, ...]:
     """
     if texts == 1:
         return rows
-    whole = whole_round(rows, texts)
+    round_cost = whole_round(rows, texts)
     levels = range(1, 2 + len(rows) // texts)  # all further rows cost the same
-    ends = ((level * texts - 1, (level + 1) * texts - 1) for level in levels)
-    return tuple(sum(islice(costs_by_row(rows), *end)) / whole for end in ends)
+    bounds = ((level * texts - 1, (level + 1) * texts - 1) for level in levels)
+    return tuple(sum(islice(costs_by_row(rows), *bound)) / round_cost for bound in bounds)
 
 
 @cache
@@ -126,11 +126,11 @@ def whole_round(rows: tuple[float, ...], texts: int) -> float:
 
 def token_cost_without(skipped: Sequence[int], model: Backbone) -> float:
     """The cost of a token that skips layers (from 1 on), in steps: its share of the weights."""
-    return 1.0 - sum(_bytes(model.layers[at - 1]) for at in skipped) / _bytes(model.model)
+    return 1.0 - sum(_bytes(model.layers[layer - 1]) for layer in skipped) / _bytes(model.model)
 
 
 def _bytes(part: nn.Module) -> int:
-    return sum(one.numel() * one.element_size() for one in part.parameters())
+    return sum(weight.numel() * weight.element_size() for weight in part.parameters())
 
 
 # --- the expected gain of exit heads' drafts
@@ -154,13 +154,13 @@ def expected_gain(
     assumed to be independent, and drafts after a wrong one to exit as often as others.
     """
     tokens = reached = alive = steps = 1.0
-    for row, found in zip(costs_by_row(cost.rows), (first, *[later] * (width - 1)), strict=False):
-        alive *= found.right
+    for row, odds in zip(costs_by_row(cost.rows), (first, *[later] * (width - 1)), strict=False):
+        alive *= odds.right
         tokens += alive
         staying = reached
-        for layer, leaves in zip(layers, found.at, strict=True):
-            steps += staying * cost.head + reached * leaves * layer / cost.num_layers
-            staying -= reached * leaves
+        for layer, share in zip(layers, odds.at, strict=True):
+            steps += staying * cost.head + reached * share * layer / cost.num_layers
+            staying -= reached * share
         reached -= staying
         steps += reached * row
     return tokens, tokens / steps

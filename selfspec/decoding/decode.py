@@ -114,19 +114,19 @@ def verify(state: DecodeState, draft: Draft) -> Steps[Target]:
 
     Rows that the drafter did not queue enter here: the last draft, n-gram drafts, a prompt.
     """
-    waiting = state.waiting
-    pending = waiting + draft.tokens
+    ids = state.waiting
+    pending = ids + draft.tokens
     missing = pending[state.hidden.pushed :]
     if missing:
-        parents = [*range(-1, len(waiting) - 1), *(len(waiting) + one for one in draft.parents)]
+        parents = [*range(-1, len(ids) - 1), *(len(ids) + parent for parent in draft.parents)]
         hidden = yield Embed(state.backbone, missing)
         state.hidden.push(hidden, parents[state.hidden.pushed :])
     if (pushed := state.hidden.pushed) != len(pending):
         raise InvalidDraft(f"{pushed} rows were queued for {len(pending)} tokens")
     hidden = yield from state.hidden.advance_all()
-    judged = len(draft.proposed) + 1
-    state.judge(judged)
-    target = yield from state.hidden.unembed(hidden[-judged:])
+    count = len(draft.proposed) + 1
+    state.judge(count)
+    target = yield from state.hidden.unembed(hidden[-count:])
     state.normed = target.normed
     return target
 
@@ -155,8 +155,8 @@ def commit(
     return Round(
         tokens=tokens,
         draft_tokens=draft.tokens,
-        exit_layers=[one.layer for one in draft.proposed],
-        sources=[one.source for one in draft.proposed],
+        exit_layers=[token.layer for token in draft.proposed],
+        sources=[token.source for token in draft.proposed],
         parents=None if draft.is_chain else draft.parents,
         kept=kept,
         ended=draft.ended,
@@ -176,10 +176,10 @@ def walk(
     """
     row = 0
     while True:
-        following = draft.following(row)
-        proposed = [draft.proposed[index] for index in following]
+        children = draft.following(row)
+        proposed = [draft.proposed[index] for index in children]
         verdict = rule.verdict(state, target, row, proposed)
         yield row, verdict
         if verdict.kept is None:
             return
-        row = following[verdict.kept] + 1
+        row = children[verdict.kept] + 1

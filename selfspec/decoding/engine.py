@@ -113,17 +113,17 @@ class Runtime:
         if self.draft_model is not None:
             self.draft_model.require_unchanged("draft model")
         drafting = options.speculate and options.drafter != "none"
-        refused = self._refusal(options) if drafting else None
-        options = replace(options, speculate=drafting and refused is None)
+        refusal = self._refusal(options) if drafting else None
+        options = replace(options, speculate=drafting and refusal is None)
         if options.speculate and options.loss:  # lossy rules need the generator's successive draws
             asked = replace(asked, sampler=replace(asked.sampler, seed=None))
-        rule, noted = self.rule(asked.sampler, options), list[Logprob]()
+        rule, logprobs = self.rule(asked.sampler, options), list[Logprob]()
         if options.speculate and options.uses("successors"):
             rule = ngram.TeachingRule(
                 rule, self.successors, asked.ids[0, asked.pad :][-2:].tolist()
             )
         if asked.logprobs is not None:
-            rule = LogprobRule(rule, asked.logprobs, noted)
+            rule = LogprobRule(rule, asked.logprobs, logprobs)
         state = self.state(asked, options)
         watch = Stopwatch()
         stats = GenerationStats(
@@ -132,7 +132,7 @@ class Runtime:
             reused_tokens=state.kv.length(0),
             lossless=rule.lossless,
             pinned=self._is_pinned(options),
-            drafts_refused=refused,
+            drafts_refused=refusal,
             seconds=watch.seconds,
         )
         if not stats.lossless:
@@ -142,10 +142,10 @@ class Runtime:
         counts = range(least, 1 + max(least, options.widest_pass if options.speculate else 1))
         depths = *state.hidden.depths, *state.hidden.state_layers
         self.backbone.capture(start, depths, counts, state.kv.slots)
-        if options.uses("draft-model") and (second := self.draft_model) is not None:
-            second.capture(start, (0, second.num_layers), range(1, 3))
+        if options.uses("draft-model") and (draft_model := self.draft_model) is not None:
+            draft_model.capture(start, (0, draft_model.num_layers), range(1, 3))
         steps = decode_rounds(state, drafter, rule, asked.stop, watch)
-        return Running(state=state, steps=steps, stats=stats, logprobs=noted)
+        return Running(state=state, steps=steps, stats=stats, logprobs=logprobs)
 
     def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
         """The acceptance rule; experiments may override this to observe verdicts."""
@@ -172,8 +172,8 @@ class Runtime:
 
     def draft_cache(self) -> DraftCache | None:
         """An empty cache for the draft model; None without a draft model."""
-        second, rows = self.draft_model, self.backbone.vocab_size
-        return None if second is None else DraftCache(second, rows)
+        model, rows = self.draft_model, self.backbone.vocab_size
+        return None if model is None else DraftCache(model, rows)
 
     def runs_trees(self, options: SpeculationOptions) -> bool:
         """Whether the options grow trees of drafts and the model can verify siblings.
@@ -201,11 +201,11 @@ class Runtime:
         if not options.uses("exit"):
             cost = cost if options.uses("successors") else replace(cost, head=0.0)
         elif isinstance(self.heads, AttendingHeads):
-            read = self.heads.nbytes / self.backbone.weight_bytes
+            share = self.heads.nbytes / self.backbone.weight_bytes
             if not self.runs_trees(options):  # the layer runs for each token
-                cost, token = replace(cost, head=0.0), read
+                cost, token = replace(cost, head=0.0), share
             elif options.costs.head is None:
-                cost = replace(cost, head=read)
+                cost = replace(cost, head=share)
         return cost if options.costs.token is not None else replace(cost, token=token)
 
     def drafter(self, asked: SequenceRequest, options: SpeculationOptions, load: Load) -> Drafter:
@@ -230,14 +230,14 @@ class Runtime:
                 return lookup
         if sampler.grammar is not None:  # forbidden tokens are never proposed
             seen = ngram.GrammarDrafter(sampler.grammar, sampler.pad, options.widest_pass - 1, seen)
-        own = NoDrafter() if options.drafter == "ngram" else self._own(asked, options)
-        if isinstance(own, (RestGuesser, ngram.SuccessorGuesser, HeadGuesser)):
+        drafter = NoDrafter() if options.drafter == "ngram" else self._own(asked, options)
+        if isinstance(drafter, (RestGuesser, ngram.SuccessorGuesser, HeadGuesser)):
             if not options.never_slower:  # drafts need not pay for themselves
                 cost = replace(cost, rows=(0.0,), head=0.0)
             trees = self.runs_trees(options)
             # with one guess per position the tree is a chain, unless a trunk stands beside it
-            own = TreeDrafter(
-                own,
+            drafter = TreeDrafter(
+                drafter,
                 cost,
                 make_controller(options, options.tree.max_tokens),
                 ends,
@@ -246,11 +246,11 @@ class Runtime:
                 never_slower=options.never_slower,
             )
             if trees:
-                return own
+                return drafter
         elif options.never_slower and options.drafter != "ngram":
             paying = Paying(cost)
-            own = PausableDrafter(own, paying.pauses, paying.learn)
-        return own if seen is None else ngram.SeenTextFirst(seen, own)
+            drafter = PausableDrafter(drafter, paying.pauses, paying.learn)
+        return drafter if seen is None else ngram.SeenTextFirst(seen, drafter)
 
     def _own(
         self, asked: SequenceRequest, options: SpeculationOptions
@@ -262,11 +262,11 @@ class Runtime:
             beliefs = options.acceptance.reads_beliefs
             return Drafting(sampler, make_controller(options, longest), ends, beliefs)
 
-        def there(found: Found | None, what: str) -> Found:
-            if found is None:
+        def there(source: Found | None, need: str) -> Found:
+            if source is None:
                 kind = HeadsNotFound if options.uses("exit") else InvalidOption
-                raise kind(f"drafter {options.drafter} needs {what}")
-            return found
+                raise kind(f"drafter {options.drafter} needs {need}")
+            return source
 
         match options.drafter.removeprefix("ngram+"):
             case "rest":
@@ -277,13 +277,13 @@ class Runtime:
                     self.successors, options.successors.guesses if trees else 1
                 )
             case "lookahead":
-                wanted = options.lookahead
+                lookahead = options.lookahead
                 return ngram.LookaheadDrafter(
-                    make_controller(options, wanted.level - 1),
+                    make_controller(options, lookahead.level - 1),
                     ends,
-                    level=wanted.level,
-                    window=wanted.window if trees else 0,
-                    guesses=wanted.guesses if trees else 1,
+                    level=lookahead.level,
+                    window=lookahead.window if trees else 0,
+                    guesses=lookahead.guesses if trees else 1,
                     most=options.most_drafts,
                 )
             case "draft-model":
@@ -296,28 +296,28 @@ class Runtime:
         return self._of_heads(heads, options, how(options.exit.max_tokens))
 
     def _of_heads(
-        self, heads: ExitHeads, options: SpeculationOptions, how: Drafting
+        self, heads: ExitHeads, options: SpeculationOptions, drafting: Drafting
     ) -> HeadGuesser | ExitDrafter:
-        used = heads.layers_in_use(options)  # raises for those that it does not have
+        layers = heads.layers_in_use(options)  # raises for those that it does not have
         config, exits, trees = heads.config, options.exit, self.runs_trees(options)
         judge = ExitJudge(
             config.num_layers,
             each_layer(exits.thresholds, exits.layers or config.exit_layers),
             exits.anneal_strength,
-            {int(layer): value for layer, value in config.temperatures.items()},
+            {int(layer): temperature for layer, temperature in config.temperatures.items()},
         )
         attends, guesses = isinstance(heads, AttendingHeads), exits.guesses if trees else 1
         if heads.looks_ahead:
-            return MedusaGuesser(heads, judge, how.sampler, guesses)
-        made: HeadGuesser | ExitDrafter
-        if trees and used == (0,):
-            asks = AttendingGuesser if attends else HeadGuesser
-            made = asks(heads, judge, how.sampler, guesses)
+            return MedusaGuesser(heads, judge, drafting.sampler, guesses)
+        drafter: HeadGuesser | ExitDrafter
+        if trees and layers == (0,):
+            kind = AttendingGuesser if attends else HeadGuesser
+            drafter = kind(heads, judge, drafting.sampler, guesses)
         else:
-            made = (AttendingDrafter if attends else ExitDrafter)(heads, judge, how)
+            drafter = (AttendingDrafter if attends else ExitDrafter)(heads, judge, drafting)
         if self.backbone.claims.replayed is not None:
-            made.ask_once(self.backbone)
-        return made
+            drafter.ask_once(self.backbone)
+        return drafter
 
     def _refusal(self, options: SpeculationOptions) -> str | None:
         """Why nothing may be drafted, for the user, or None."""
@@ -329,10 +329,10 @@ class Runtime:
             return "passes of several rows round differently in float16"
         return self.backbone.mixing
 
-    def _tell(self, words: str) -> None:
-        if words not in self._told:
-            self._told.add(words)
-            logger.warning(words)
+    def _tell(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning(message)
 
     def _is_pinned(self, options: SpeculationOptions) -> bool:
         """Whether drafts cannot change bits: by the option, or by the kernels themselves."""
@@ -382,11 +382,11 @@ class Pace:
 
     def _usual(self, texts: int) -> float:
         """Usual seconds for the nearest number of texts seen so far."""
-        return self._usual_s[min(self._usual_s, key=lambda seen: abs(seen - texts))]
+        return self._usual_s[min(self._usual_s, key=lambda count: abs(count - texts))]
 
 
-def _mean(before: float | None, newest: float) -> float:
-    return newest if before is None else before + _NEWEST * (newest - before)
+def _mean(mean: float | None, newest: float) -> float:
+    return newest if mean is None else mean + _NEWEST * (newest - mean)
 
 
 # --- the engine
@@ -428,9 +428,9 @@ class Running:
         """Take all new rounds. If there are none, raises the error that ended the sequence."""
         if self.error is not None and not self.fresh:
             raise self.error
-        found = list(self.fresh)
+        rounds = list(self.fresh)
         self.fresh.clear()
-        return found
+        return rounds
 
     def close(self) -> None:
         """Leave the engine; committed tokens stay in `state`."""
@@ -515,57 +515,57 @@ class Engine:
 
         An error of one sequence is raised to its own reader; a KeyboardInterrupt ends them all.
         """
-        taking_part: dict[Running, None] = {}
+        batch: dict[Running, None] = {}
         start = time.perf_counter()
         try:
             with TEAM.limited():
-                writing, rows = self._begin(taking_part)
+                writing, rows = self._begin(batch)
                 while self._works:
                     self._do_next()
         except BaseException as error:
-            for running in taking_part:
+            for running in batch:
                 self._fail(running, error)
             self._works.clear()
             raise
         self._pace.note(writing, rows, time.perf_counter() - start)
-        return [running for running in taking_part if running.ended or running.fresh]
+        return [running for running in batch if running.ended or running.fresh]
 
     def cancel(self, running: Running) -> None:
         """Remove a sequence; its committed tokens stay in its state, and the others continue."""
         self._end(running)
         self._works.pop(running, None)
         self._entering.pop(running, None)
-        for held in (self._waiting, self._writing):
-            if running in held:
-                held.remove(running)
+        for queue in (self._waiting, self._writing):
+            if running in queue:
+                queue.remove(running)
 
-    def _begin(self, taking_part: dict[Running, None]) -> tuple[int, int]:
+    def _begin(self, batch: dict[Running, None]) -> tuple[int, int]:
         """Advance every sequence that takes part to its first work, and note these sequences.
 
         Returns the number of sequences past their prompts, and the rows of prompts.
         """
         while self._waiting and self._admits(self._waiting[0]):
             running = self._waiting.popleft()
-            taking_part[running] = None
+            batch[running] = None
             self._go_on(running)
         writing, self._writing = self._writing, []
         # sequences that share no pass share no costs either
         shared = len(writing) > 1 and self.runtime.backbone.runs_many
         self._load.texts = len(writing) if shared else 1
-        taking_part |= dict.fromkeys(writing)
+        batch |= dict.fromkeys(writing)
         for running in writing:
             running.shared |= shared
             self._go_on(running)
         patience, entered = self._patience, 0
         room = sys.maxsize if patience is None else self._pace.rows(len(writing), patience)
-        for running, waiting in list(self._entering.items()):
+        for running, pending in list(self._entering.items()):
             if entered >= room:
                 break
             # in pieces, if these give the same bits
             splits = running.state.hidden.least == 1 and self.runtime.backbone.claims.steady
-            rows = min(waiting, room - entered) if splits else waiting
+            rows = min(pending, room - entered) if splits else pending
             entered += rows
-            taking_part[running] = None
+            batch[running] = None
             del self._entering[running]
             self._go_on(running, rows)
         return len(writing), entered
@@ -577,10 +577,10 @@ class Engine:
         kv, ids = running.state.kv, running.state.committed(0)
         if not isinstance(kv, PooledKVCache):
             return True
-        held = self._store.held(ids)
+        cached = self._store.held(ids)
         for other in self._entering:
             shared = common_prefix(ids[:-1], other.state.committed(0))
-            if shared // POSITIONS * POSITIONS > held:
+            if shared // POSITIONS * POSITIONS > cached:
                 return False
         if not self._store.admit(kv, ids):
             return False
@@ -589,17 +589,17 @@ class Engine:
         return True
 
     def _do_next(self) -> None:
-        who = next_batch(self._works)
-        works = [self._works.pop(running) for running in who]
+        batch = next_batch(self._works)
+        works = [self._works.pop(running) for running in batch]
         try:
             results = works[0].done(works, list(self._works.values()))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # noqa: BLE001  # for readers; a Rust panic is no Exception
-            for running in who:
+            for running in batch:
                 self._fail(running, error)
             return
-        for running, work, result in zip(who, works, results, strict=True):
+        for running, work, result in zip(batch, works, results, strict=True):
             if result is None:
                 self._works[running] = work
             else:
@@ -609,22 +609,22 @@ class Engine:
         if running.ended:  # cancelled in the meantime
             return
         try:
-            found = running.steps.send(result)
+            step = running.steps.send(result)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # noqa: BLE001  # as above
             running.error = error
             self._end(running)
             return
-        if type(found) is Enter:  # isinstance is slow here: a Protocol's subclass checks methods
-            self._entering[running] = found.rows
-        elif not isinstance(found, Round):
-            self._works[running] = found
+        if type(step) is Enter:  # isinstance is slow here: a Protocol's subclass checks methods
+            self._entering[running] = step.rows
+        elif not isinstance(step, Round):
+            self._works[running] = step
         else:
-            running.fresh.append(found)
-            if found.stop_reason is None:
+            running.fresh.append(step)
+            if step.stop_reason is None:
                 self._writing.append(running)
-                if found.prefill:
+                if step.prefill:
                     self._store.share(running.state.kv, running.state.committed(0)[:-1])
             else:
                 self._end(running)

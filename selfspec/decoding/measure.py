@@ -46,7 +46,7 @@ class Clock:
 
     def laps(self, works: Mapping[Name, Callable[[], object]]) -> dict[Name, list[float]]:
         """Seconds of every run, after a discarded first one that captures graphs and warms up."""
-        found: dict[Name, list[float]] = {name: [] for name in works}
+        seconds: dict[Name, list[float]] = {name: [] for name in works}
         for _ in range(self.repeats + 1):
             for name, work in works.items():
                 with TEAM.limited():  # as in a round: a spinning thread would be timed
@@ -54,10 +54,10 @@ class Clock:
                         work()
                     self._wait(self.device)
                     start = self.now()
-                    made = work()
-                    self._wait(made.device if isinstance(made, Tensor) else self.device)
-                    found[name].append(self.now() - start)
-        return {name: laps[1:] for name, laps in found.items()}
+                    output = work()
+                    self._wait(output.device if isinstance(output, Tensor) else self.device)
+                    seconds[name].append(self.now() - start)
+        return {name: laps[1:] for name, laps in seconds.items()}
 
     def _wait(self, device: torch.device) -> None:
         """Wait for the queued work of an accelerator, on the device of the last layers."""
@@ -109,8 +109,8 @@ class StepSpeed:
         return {rows: seconds / self.step_s for rows, seconds in self.rows_s.items() if rows > 1}
 
     def to_dict(self) -> dict[str, Any]:
-        found = ("step_bytes", "limit_s", "step_s", "share_of_limit", "rows_in_steps")
-        return asdict(self) | {name: getattr(self, name) for name in found}
+        names = ("step_bytes", "limit_s", "step_s", "share_of_limit", "rows_in_steps")
+        return asdict(self) | {name: getattr(self, name) for name in names}
 
 
 @torch.inference_mode()
@@ -157,9 +157,9 @@ class Behind:
         layers: int | None = None,
     ) -> None:
         """`pieces`: ids of the context, one pass each; `layers`: run only the first few."""
-        upto = (layers,) if layers is not None and layers < backbone.num_layers else ()
+        exit_layers = (layers,) if layers is not None and layers < backbone.num_layers else ()
         self.kv = KVCache(backbone.num_layers, shape.slots)
-        self._hidden = HiddenCache(backbone, self.kv, upto, pinned_rows=shape.rows)
+        self._hidden = HiddenCache(backbone, self.kv, exit_layers, pinned_rows=shape.rows)
         self.backbone = backbone
         for piece in pieces:
             self._run(piece)
@@ -168,9 +168,9 @@ class Behind:
     def target(self, ids: Tensor, kept: int = 0) -> Target:
         """Logits of `ids`, of which the first `kept` stay in the KV cache."""
         start, states = self.kv.length(0), self._run(ids)
-        found = run_alone(self._hidden.unembed(states))
+        target = run_alone(self._hidden.unembed(states))
         self.kv.truncate(start + kept)
-        return found
+        return target
 
     def _run(self, ids: Tensor) -> Tensor:
         self._hidden.clear()
@@ -197,8 +197,8 @@ def _by_rows(
     """Passes by rows, after `context` tokens or as many as the model has room for."""
     room = backbone.max_positions
     passes = Passes(backbone, max(1, min(context, room - max(counts))), most=max(counts))
-    fitting = (rows for rows in counts if rows == 1 or passes.context + rows <= room)
-    return passes, {rows: partial(passes.run, rows) for rows in fitting}
+    sizes = (rows for rows in counts if rows == 1 or passes.context + rows <= room)
+    return passes, {rows: partial(passes.run, rows) for rows in sizes}
 
 
 # --- costs of a model and its heads
@@ -222,25 +222,25 @@ def quick_costs(
     programs keep it busy, only the fastest, and all rows are given one cost.
     """
     passes, works = _by_rows(backbone, _QUICK_CONTEXT, _QUICK_ROWS)
-    rising = sorted(works)
+    row_counts = sorted(works)
     if heads is not None:
         hidden = backbone.embed(passes.ids[:1])
         works[0] = _question(backbone, heads, hidden, passes.context)
     start = now()
     laps = Clock(backbone.device, 1, now).laps(works)
     while now() - start < _QUICK_S:
-        for work, others in Clock(backbone.device, 3, now).laps(works).items():
-            laps[work] += others
+        for work, times in Clock(backbone.device, 3, now).laps(works).items():
+            laps[work] += times
     count = 1 if TEAM.crowded else (1 + len(laps[1])) // 2
-    usual = {work: statistics.mean(sorted(took)[:count]) for work, took in laps.items()}
+    seconds = {work: statistics.mean(sorted(times)[:count]) for work, times in laps.items()}
     if TEAM.crowded:
-        rising = sorted({1, rising[-1]})
-    step, added = usual[1], list[float]()
-    for fewer, more in itertools.pairwise(rising):
-        each = (usual[more] - usual[fewer]) / (more - fewer) / step
-        added += [round(min(max(each, _LEAST if TEAM.crowded else 0.0), 1.0), 3)] * (more - fewer)
-    head = round(usual[0] / step, 3) if heads is not None else None
-    return Costs(row=tuple(added) or None, head=head)
+        row_counts = sorted({1, row_counts[-1]})
+    step, costs = seconds[1], list[float]()
+    for fewer, more in itertools.pairwise(row_counts):
+        cost = (seconds[more] - seconds[fewer]) / (more - fewer) / step
+        costs += [round(min(max(cost, _LEAST if TEAM.crowded else 0.0), 1.0), 3)] * (more - fewer)
+    head = round(seconds[0] / step, 3) if heads is not None else None
+    return Costs(row=tuple(costs) or None, head=head)
 
 
 def _question(
@@ -256,15 +256,15 @@ def _question(
         text.add(hidden.repeat(context, len(heads.layers)))
 
     def asked() -> Steps[object]:
-        layer, reads = next(layers), hidden
+        layer, inputs = next(layers), hidden
         backbone.embed_listed([0])
-        if text is not None and (read := (yield from text.read([0] * (context + 1)))) is not None:
-            reads = yield text.draft([0], read, [-1])
+        if text is not None and (output := (yield from text.read([0] * (context + 1)))) is not None:
+            inputs = yield text.draft([0], output, [-1])
         if heads.looks_ahead:
             return (yield AskAhead(heads, hidden, 1.0, 1))
         head = cast("ExitHead", heads.by_layer[str(layer)])
         deep = hidden if heads.reads_deep else None
-        return (yield Ask(backbone, head, reads, deep, 1.0, 1))
+        return (yield Ask(backbone, head, inputs, deep, 1.0, 1))
 
     return lambda: run_alone(asked())
 
@@ -305,8 +305,8 @@ class PinnedProbe:
                 f"pinned passes would look at {fixed.slots} positions each, expected at most "
                 f"{_MOST_SLOTS}. Lower max_new_tokens, or leave pinned out"
             )
-        if (why := self._why_not(fixed, widest)) is not None:
-            raise PinnedUnavailable(why)
+        if (reason := self._why_not(fixed, widest)) is not None:
+            raise PinnedUnavailable(reason)
         return fixed
 
     def holds_unpadded(self, widest: int) -> bool:
@@ -314,8 +314,8 @@ class PinnedProbe:
         check, passed = f"rows-{widest}", self._backbone.passed
         if not self._backbone.claims.steady:
             return False
-        if check not in passed and (why := self._why_not(_ANY, widest, quick=True)) is not None:
-            logger.info("drafts may change bits here: %s", why)
+        if check not in passed and (reason := self._why_not(_ANY, widest, quick=True)) is not None:
+            logger.info("drafts may change bits here: %s", reason)
             return False
         passed.add(check)
         return True
@@ -339,17 +339,17 @@ def why_unpinned(
             continue
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(backbone.vocab_size, (context + count,), generator=generator)
-        front, ids = ids.to(backbone.device).split([context, count])
+        prefix, ids = ids.to(backbone.device).split([context, count])
         pieces = _PIECE if shape == _ANY and backbone.claims.steady else context
-        whole, parts = (
-            Behind(backbone, front.split(size), shape, _FEW_LAYERS if quick else None)
+        reference, candidate = (
+            Behind(backbone, prefix.split(size), shape, _FEW_LAYERS if quick else None)
             for size in (context, pieces)
         )
-        single = _in_blocks(whole, ids, [1] * count, widest)
+        row_logits = _in_blocks(reference, ids, [1] * count, widest)
         uneven = [1 + step % max(widest - 1, 1) for step in range(count)]
         for name, widths in {"full": [widest] * count, "uneven": uneven}.items():
-            found = _in_blocks(parts, ids, widths, widest)
-            if differing := int((single != found).any(-1).sum()):
+            block_logits = _in_blocks(candidate, ids, widths, widest)
+            if differing := int((row_logits != block_logits).any(-1).sum()):
                 return (
                     f"{differing} of {count} positions after {context} others changed bits "
                     f"between single rows and {name} blocks of up to {widest} rows: these kernels "
@@ -360,13 +360,13 @@ def why_unpinned(
 
 def _in_blocks(behind: Behind, ids: Tensor, widths: Sequence[int], widest: int) -> Tensor:
     """Logits [count, V] of `ids` [count], run in blocks of `widths`."""
-    found, done = list[Tensor](), 0
-    while done < len(ids):
-        block = rows = ids[done : done + widths[len(found)]]
-        if len(found) % 2:
+    logits, start = list[Tensor](), 0
+    while start < len(ids):
+        block = rows = ids[start : start + widths[len(logits)]]
+        if len(logits) % 2:
             wrong = (block[-1:] + 1) % behind.backbone.vocab_size
             rows = torch.cat([block, wrong.expand(widest - len(block))])
-        found.append(behind.target(rows, len(block)).logits[: len(block)])
-        done += len(block)
+        logits.append(behind.target(rows, len(block)).logits[: len(block)])
+        start += len(block)
     behind.kv.truncate(behind.context)
-    return torch.cat(found)
+    return torch.cat(logits)

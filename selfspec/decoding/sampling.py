@@ -49,10 +49,10 @@ STATELESS = frozenset(
 def processor_for(processor: Any, row: int, rows: int) -> Any:
     """A logits processor for one row; raises InvalidOption if it may mix rows of a batch."""
     if type(processor).__module__ == logits_process.__name__:
-        if own := _own(processor, row, rows):
-            alone = copy.copy(processor)
-            vars(alone).update(own)
-            return alone
+        if attributes := _own(processor, row, rows):
+            clone = copy.copy(processor)
+            vars(clone).update(attributes)
+            return clone
         if type(processor).__name__ in STATELESS:
             return processor
     return _by_itself(processor, row)
@@ -69,9 +69,9 @@ def criterion_for(criterion: Any, row: int, rows: int, max_time: float | None) -
     if kind is stopping_criteria.MaxTimeCriteria:
         if criterion.max_time != max_time:
             return criterion
-        own = copy.copy(criterion)
-        own.initial_timestamp = time.time()  # this row starts now
-        return own
+        clone = copy.copy(criterion)
+        clone.initial_timestamp = time.time()  # this row starts now
+        return clone
     return criterion if kind is stopping_criteria.StopStringCriteria else _by_itself(criterion, row)
 
 
@@ -80,23 +80,23 @@ def called(thing: object) -> str:
 
 
 def _by_itself(thing: Any, row: int) -> Any:
-    if callable(own := getattr(thing, "for_row", None)):
-        return own(row)
+    if callable(for_row := getattr(thing, "for_row", None)):
+        return for_row(row)
     raise InvalidOption(
         f"{called(thing)} may treat rows of a batch in different ways, but each row is decoded "
         "separately here. Give it a method for_row(row), or decode one prompt at a time"
     )
 
 
-def _part(processor: Any, held: Any, row: int, rows: int, *, shared: bool = False) -> Any:
-    """The part of `held` that belongs to `row`; if `shared`, repeated prompts have one part."""
-    count = len(held)
+def _part(processor: Any, entries: Any, row: int, rows: int, *, shared: bool = False) -> Any:
+    """The part of `entries` that belongs to `row`; if `shared`, repeated prompts have one part."""
+    count = len(entries)
     if count != rows and not (shared and count and rows % count == 0):
         raise InvalidOption(
             f"{called(processor)} was made for {count} rows, the batch has {rows}. Make it anew"
         )
-    at = row // (rows // count)
-    return held[at : at + 1]
+    index = row // (rows // count)
+    return entries[index : index + 1]
 
 
 def _own(processor: Any, row: int, rows: int) -> dict[str, Any]:
@@ -119,8 +119,8 @@ def _own(processor: Any, row: int, rows: int) -> dict[str, Any]:
         case "UnbatchedClassifierFreeGuidanceLogitsProcessor":  # negative prompts, and their cache
             context = dict(processor.unconditional_context)
             for name in ("input_ids", "attention_mask"):  # [B, N]
-                if (held := context[name]) is not None:
-                    context[name] = part(held)
+                if (tensor := context[name]) is not None:
+                    context[name] = part(tensor)
             return {"unconditional_context": context}
     return {}
 
@@ -184,13 +184,13 @@ class GrammarMask(LogitsProcessor):
     def forced(self, text: Sequence[int], limit: int) -> list[int]:
         """At most `limit` tokens that must follow, the end token included."""
         self._follow(text)
-        found: list[int] = self._matcher.compute_ff_tokens()[:limit]
-        if len(found) < limit:
-            count = self._matcher.try_consume_tokens(found)
-            if count == len(found) and self._matcher.is_stopped():
-                found.append(self._ends[0])
+        tokens: list[int] = self._matcher.compute_ff_tokens()[:limit]
+        if len(tokens) < limit:
+            count = self._matcher.try_consume_tokens(tokens)
+            if count == len(tokens) and self._matcher.is_stopped():
+                tokens.append(self._ends[0])
             self._matcher.rollback(count)
-        return found
+        return tokens
 
     def allows(self, text: Sequence[int], tokens: Sequence[int]) -> int:
         self._follow(text)
@@ -198,15 +198,15 @@ class GrammarMask(LogitsProcessor):
 
     def _follow(self, text: Sequence[int]) -> None:
         text = list(text)
-        same = common_prefix(self._text, text)
-        if same < len(self._text):
-            self._matcher.rollback(len(self._text) - same)
-        fresh = text[same:]
-        count = self._matcher.try_consume_tokens(fresh) if fresh else 0
-        self._text = text[: same + count]
-        if count < len(fresh):
+        shared = common_prefix(self._text, text)
+        if shared < len(self._text):
+            self._matcher.rollback(len(self._text) - shared)
+        tokens = text[shared:]
+        count = self._matcher.try_consume_tokens(tokens) if tokens else 0
+        self._text = text[: shared + count]
+        if count < len(tokens):
             raise InvalidOption(
-                f"another option puts token {fresh[count]} where the grammar forbids it. Remove "
+                f"another option puts token {tokens[count]} where the grammar forbids it. Remove "
                 "forced_eos_token_id, forced_bos_token_id or logits_processor"
             )
 
@@ -214,8 +214,8 @@ class GrammarMask(LogitsProcessor):
         """[V], bool."""
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            said = " ".join(self._matcher.get_error().split())
-            raise InvalidOption(f"the grammar cannot be followed: {said}. Give a simpler one")
+            message = " ".join(self._matcher.get_error().split())
+            raise InvalidOption(f"the grammar cannot be followed: {message}. Give a simpler one")
         bits = np.unpackbits(packed, bitorder="little", count=min(vocab_size, 8 * packed.size))
         allowed = torch.zeros(vocab_size, dtype=torch.bool)
         allowed[: bits.size] = torch.from_numpy(bits).bool()
@@ -300,8 +300,8 @@ class Sampler:
                 return tokens[0]
             others = probs.index_fill(0, probs.topk(min(_RACING, len(probs))).indices, 0.0)
             return _found(others, probs.new_tensor([share], dtype=torch.float64))
-        asked: Any = {"dtype": torch.float64, "device": probs.device, "generator": self.generator}
-        return _found(probs, torch.rand(1, **asked))
+        options: Any = {"dtype": torch.float64, "device": probs.device, "generator": self.generator}
+        return _found(probs, torch.rand(1, **options))
 
     def foreseen(
         self, probs: Tensor, place: int, count: int, doubt: float
@@ -316,9 +316,9 @@ class Sampler:
         assert self.seed is not None  # noqa: S101  # only called with a seed
         tokens, times, _ = _race(probs, mixed_seed(self.seed, place - self.pad))
         shares = (times[0] / times) ** (self.temperature / doubt)
-        both = zip(tokens, (shares / shares.sum()).tolist(), strict=True)
-        known = [(token, chance) for token, chance in both if token != _OTHERS][:count]
-        return [token for token, _ in known], [chance for _, chance in known]
+        odds = zip(tokens, (shares / shares.sum()).tolist(), strict=True)
+        pairs = [(token, chance) for token, chance in odds if token != _OTHERS][:count]
+        return [token for token, _ in pairs], [chance for _, chance in pairs]
 
     @property
     def temperature(self) -> float:
@@ -332,19 +332,19 @@ class Sampler:
     def for_drafts(self) -> Sampler:
         """The same choice, with only the processors that may run on uncommitted tokens."""
         # a head may know none of the tokens that a grammar allows: all then get equal scores
-        kept = [p for p in self.processors if is_stateless(p)]
+        processors = [p for p in self.processors if is_stateless(p)]
         least = None if self.grammar is None else _UNKNOWN
-        return replace(self, processors=LogitsProcessorList(kept), least=least)
+        return replace(self, processors=LogitsProcessorList(processors), least=least)
 
     def for_row(self, row: int, rows: int, pad: int = 0) -> Sampler:
         """The sampler of row `row` of a batch; its seed is the batch's plus `row`."""
         if rows == 1:
             return replace(self, pad=pad)
-        alone = [processor_for(processor, row, rows) for processor in self.processors]
-        own = replace(self, processors=LogitsProcessorList(alone), pad=pad)
+        processors = [processor_for(processor, row, rows) for processor in self.processors]
+        sampler = replace(self, processors=LogitsProcessorList(processors), pad=pad)
         if self.seed is None or self.generator is None:
-            return own
-        return own.seeded((self.seed + row) & _BITS, self.generator.device)
+            return sampler
+        return sampler.seeded((self.seed + row) & _BITS, self.generator.device)
 
     def seeded(self, seed: int, device: torch.device) -> Sampler:
         generator = torch.Generator(device).manual_seed(seed)
@@ -355,8 +355,8 @@ def _found(probs: Tensor, share: Tensor) -> int:
     """The token at which the cumulative sum of `probs` [V] reaches `share` [1], in [0, 1)."""
     sums = probs.cumsum(0, dtype=torch.float64)
     index = torch.searchsorted(sums, sums[-1:] * share, right=True)
-    token, whole = torch.cat([index, sums[-1:]]).tolist()
-    _check_whole(whole)
+    token, total = torch.cat([index, sums[-1:]]).tolist()
+    _check_whole(total)
     return min(int(token), len(probs) - 1)
 
 
@@ -373,26 +373,26 @@ def _race(probs: Tensor, number: int) -> tuple[list[int], np.ndarray[Any, Any], 
     count = min(_RACING, len(probs))
     best = probs.topk(count)
     sums = [probs.sum(dtype=torch.float64), best.values.sum(dtype=torch.float64)]
-    found = torch.cat([best.values.double(), best.indices.double(), torch.stack(sums)]).tolist()
-    whole, raced = found[-2:]
-    _check_whole(whole)
-    ids = np.array([*found[count:-2], _OTHERS, _WHICH]).astype(np.int64)
+    numbers = torch.cat([best.values.double(), best.indices.double(), torch.stack(sums)]).tolist()
+    total, best_total = numbers[-2:]
+    _check_whole(total)
+    ids = np.array([*numbers[count:-2], _OTHERS, _WHICH]).astype(np.int64)
     shares = _uniform(number, ids)
     with np.errstate(divide="ignore"):
-        times = -np.log(shares[:-1]) / np.array([*found[:count], max(whole - raced, 0.0)])
+        times = -np.log(shares[:-1]) / np.array([*numbers[:count], max(total - best_total, 0.0)])
     order = times.argsort()[: np.isfinite(times).sum()]
     return ids[order].tolist(), times[order], float(shares[-1])
 
 
 def _uniform(number: int, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """A number in (0, 1) for each of `ids`, which are >= -2."""
-    found = _stepped(number, (ids + 2).astype(np.uint64)) >> 11
-    shares: np.ndarray[Any, Any] = (found.astype(np.float64) + 0.5) * 2.0**-53
+    bits = _stepped(number, (ids + 2).astype(np.uint64)) >> 11
+    shares: np.ndarray[Any, Any] = (bits.astype(np.float64) + 0.5) * 2.0**-53
     return shares
 
 
-def _check_whole(whole: float) -> None:
-    if not 0.0 < whole < math.inf:
+def _check_whole(total: float) -> None:
+    if not 0.0 < total < math.inf:
         raise InvalidOption(
             "the scores are no distribution to draw from: all tokens are ruled out, or a score is "
             "NaN or infinite. Check temperature, guidance_scale and logits_processor"
@@ -404,15 +404,15 @@ def mixed_seed(seed: int, place: int) -> int:
     return int(_stepped(_stepped(seed, 0), place))
 
 
-def _stepped(found: Any, step: Any) -> Any:
+def _stepped(number: Any, step: Any) -> Any:
     """Advance a 64-bit number or array by `step` + 1 steps and mix it, as splitmix64 does.
 
     Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators".
     """
-    found = (found + (step + 1) * 0x9E3779B97F4A7C15) & _BITS
-    found = ((found ^ (found >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
-    found = ((found ^ (found >> 27)) * 0x94D049BB133111EB) & _BITS
-    return found ^ (found >> 31)
+    number = (number + (step + 1) * 0x9E3779B97F4A7C15) & _BITS
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _BITS
+    return number ^ (number >> 31)
 
 
 def is_stateless(processor: object) -> bool:
@@ -429,7 +429,7 @@ def is_stateless(processor: object) -> bool:
 def _processed(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
     """Run a processor; InvalidOption if one of transformers' fails, users' errors pass through."""
     try:
-        found = processor(ids, scores)
+        output = processor(ids, scores)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         if type(processor).__module__ != logits_process.__name__:
             raise
@@ -437,9 +437,9 @@ def _processed(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
         raise InvalidOption(
             f"{called(processor)} failed: {reason}. Change its option, or leave it out"
         ) from error
-    if not isinstance(found, Tensor) or found.shape != scores.shape:
-        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(output, Tensor) or output.shape != scores.shape:
+        shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise InvalidOption(
             f"{called(processor)} gives {shape}, expected scores of shape {list(scores.shape)}"
         )
-    return found
+    return output

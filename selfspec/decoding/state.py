@@ -100,20 +100,20 @@ class Run(Work):
         for other in others:
             if isinstance(other, Run) and other.backbone is backbone and first < other.first < stop:
                 stop = other.first
-        states: dict[int, list[Tensor]] = {one: [] for work in alike for one in work.states}
+        states: dict[int, list[Tensor]] = {layer: [] for work in alike for layer in work.states}
         blocks = [with_zeros(work.hidden, work.least) for work in alike]  # padded if alone
         rows = Rows.joined([work._rows(len(b)) for work, b in zip(alike, blocks, strict=True)])
         hidden = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-        made = backbone.run(hidden, first, stop, rows, states)
+        outputs = backbone.run(hidden, first, stop, rows, states)
         counts = [len(work.hidden) for work in alike]
         count = sum(counts)
         if (padding := len(hidden) - count) > 0:
             self.kv.truncate(self.kv.length(first) - padding, first, stop)
-        between = {layer: torch.cat(found) for layer, found in states.items() if found}
-        for layer, found in between.items():
-            for work, part in zip(alike, found[:count].split(counts), strict=True):
+        layer_states = {layer: torch.cat(pieces) for layer, pieces in states.items() if pieces}
+        for layer, block in layer_states.items():
+            for work, part in zip(alike, block[:count].split(counts), strict=True):
                 work.kept[layer] = part
-        for work, output in zip(alike, made[:count].split(counts), strict=True):
+        for work, output in zip(alike, outputs[:count].split(counts), strict=True):
             work.hidden, work.first = output, stop
             if stop in states:
                 work.kept[stop] = output
@@ -148,9 +148,9 @@ class Ask(Work):
         inputs = [self.hidden if len(alike) == 1 else torch.cat(hidden)]
         if (deep := joined([work.deep for work in alike], hidden, self.head.beside)) is not None:
             inputs.append(deep)
-        found = replayed(self.likeness, self._asked, *inputs) if replayed else self._asked(*inputs)
-        whole = Answer.read(*found)
-        return [whole.part(slice(*ends)) for ends in _ends(hidden)]
+        output = replayed(self.likeness, self._asked, *inputs) if replayed else self._asked(*inputs)
+        answer = Answer.read(*output)
+        return [answer.part(slice(*ends)) for ends in _ends(hidden)]
 
     def _asked(self, hidden: Tensor, deep: Tensor | None = None) -> tuple[Tensor, ...]:
         features, logits = self.head.asked(hidden, deep)
@@ -173,10 +173,10 @@ class AskAhead(Work):
 
     def done(self, alike: Sequence[AskAhead], _others: Sequence[Work]) -> list[Answer]:
         features = self.heads.ahead(torch.cat([work.state for work in alike]))
-        head, each = self.heads.first, len(features) // len(alike)
+        head, rows = self.heads.first, len(features) // len(alike)
         logits = head.unembed(features)
-        whole = Answer.read(features, logits, scored(head, logits, self.temperature, self.count))
-        return [whole.part(slice(at, at + each)) for at in range(0, len(features), each)]
+        answer = Answer.read(features, logits, scored(head, logits, self.temperature, self.count))
+        return [answer.part(slice(start, start + rows)) for start in range(0, len(features), rows)]
 
 
 @dataclass(eq=False)
@@ -195,8 +195,8 @@ class Unembed(Work):
         hidden = [work.hidden for work in alike]
         block = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
         normed, logits = self.backbone.unembed(with_zeros(block, self.least))
-        together = Target(logits, normed)
-        return [together.part(slice(*ends)) for ends in _ends(hidden)]
+        target = Target(logits, normed)
+        return [target.part(slice(*ends)) for ends in _ends(hidden)]
 
 
 @dataclass(eq=False)
@@ -228,8 +228,8 @@ def run_alone(steps: Steps[Result]) -> Result:
 
 def do_alone(work: Work) -> Any:
     """Do one work while no other waits; returns its result."""
-    (found,) = work.done([work], [])
-    return found
+    (result,) = work.done([work], [])
+    return result
 
 
 def next_batch(waiting: Mapping[Key, Work]) -> list[Key]:
@@ -341,14 +341,14 @@ class HiddenCache:
         Each pass stops at the next boundary where rows wait and takes them along, so that all rows
         share one deep pass from the deepest exit on.
         """
-        *before, last = range(len(self._queues))
-        for boundary, until in pairwise([*(at for at in before if self._queues[at]), last]):
-            first = self.rows(boundary)
+        *boundaries, last = range(len(self._queues))
+        for boundary, until in pairwise([*(at for at in boundaries if self._queues[at]), last]):
+            inputs = self.rows(boundary)
             yield from self.advance(boundary, until)
         hidden = self.rows(last)
         if self.state_layers:
-            passed = {0: first, **self._passed, self.depths[-1]: hidden}
-            states = [passed[layer].to(hidden.device) for layer in self.state_layers]
+            by_layer = {0: inputs, **self._passed, self.depths[-1]: hidden}
+            states = [by_layer[layer].to(hidden.device) for layer in self.state_layers]
             self.states = torch.cat(states, dim=-1)
         return hidden
 
@@ -371,8 +371,8 @@ class HiddenCache:
         if self._is_chain:
             return None
         # before the round's last pass none of its rows has run through all layers
-        held = self._kv.length(step.first) - self._kv.length(self._backbone.num_layers - 1)
-        parents = [parent - held for parent in self._parents[held : held + step.rows]]
+        offset = self._kv.length(step.first) - self._kv.length(self._backbone.num_layers - 1)
+        parents = [parent - offset for parent in self._parents[offset : offset + step.rows]]
         return None if parents == list(range(-1, step.rows - 1)) else parents
 
 
@@ -427,8 +427,8 @@ class DecodeState:
 
     def begin(self) -> None:
         """Start from the KV cache's prefix, cut to the part that attending heads have read."""
-        if self.attention is not None and (held := self.kv.length(0)):
-            self.kv.truncate(self.attention.begin(self._committed, held))
+        if self.attention is not None and (cached := self.kv.length(0)):
+            self.kv.truncate(self.attention.begin(self._committed, cached))
 
     @property
     def ids(self) -> Tensor:
@@ -462,9 +462,9 @@ class DecodeState:
         """
         if self.normed is None or not self._path:
             return None
-        here = slice(row := self._path[-1], row + 1)
-        deep, states = self.normed[here], self._states
-        return deep if states is None else torch.cat([deep, states[here].to(deep)], dim=-1)
+        span = slice(row := self._path[-1], row + 1)
+        deep, states = self.normed[span], self._states
+        return deep if states is None else torch.cat([deep, states[span].to(deep)], dim=-1)
 
     def judge(self, count: int) -> None:
         """Note that the last `count` = k + 1 rows give the next committed tokens."""
@@ -503,8 +503,8 @@ class DecodeState:
             path = self._path[: len(self._committed) - 1 - newest]
             self.kv.keep(newest, path)
             if self.hidden.states is not None and self._judged:
-                before = len(self.hidden.states) - self._judged
-                self.keep_states([*range(before), *(before + row for row in path)])
+                offset = len(self.hidden.states) - self._judged
+                self.keep_states([*range(offset), *(offset + row for row in path)])
         self.hidden.clear()
 
 

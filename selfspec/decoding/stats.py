@@ -126,16 +126,16 @@ class Round:
 
     @property
     def givers(self) -> list[Giver]:
-        given = [Giver(self.sources[index], self.exit_layers[index]) for index in self.kept]
-        return given + [Giver(MODEL)] * (len(self.tokens) - len(given))
+        givers = [Giver(self.sources[index], self.exit_layers[index]) for index in self.kept]
+        return givers + [Giver(MODEL)] * (len(self.tokens) - len(givers))
 
     @property
     def depths(self) -> list[int]:
         """Each draft's depth: the number of drafts on its path, itself included."""
-        found: list[int] = []
+        depths: list[int] = []
         for parent in self.parents or range(-1, len(self.draft_tokens) - 1):
-            found.append(1 + (found[parent] if parent >= 0 else 0))
-        return found
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return depths
 
 
 @dataclass(kw_only=True)
@@ -192,12 +192,12 @@ class GenerationStats:
         self.accepted_by_index.update(range(1, entry.accepted + 1))
         drafts = entry.origins
         kept = [drafts[index] for index in entry.kept]
-        for found, by_source, by_layer in (
+        for origins, by_source, by_layer in (
             (drafts, self.drafted_by_source, self.drafted_by_layer),
             (kept, self.accepted_by_source, self.accepted_by_layer),
         ):
-            by_source.update(source for source, _ in found)
-            by_layer.update(layer for source, layer in found if source == EXIT)
+            by_source.update(source for source, _ in origins)
+            by_layer.update(layer for source, layer in origins if source == EXIT)
 
     @property
     def acceptance_rate(self) -> float:
@@ -235,9 +235,9 @@ class GenerationStats:
         """Tokens, speed and tokens per pass: the line of `--stats`."""
         speed = f" at {rate(self.decode_tokens_per_s)}" if self.decode_tokens_per_s else ""
         passes = f", {self.compression_rate:.1f} tokens per pass" if self.rounds else ""
-        refused = f", no drafts: {self.drafts_refused}" if self.drafts_refused else ""
+        refusal = f", no drafts: {self.drafts_refused}" if self.drafts_refused else ""
         lossy = "" if self.lossless else ", lossy"
-        return f"{counted(self.new_tokens, 'token')}{speed}{passes}{lossy}{refused}"
+        return f"{counted(self.new_tokens, 'token')}{speed}{passes}{lossy}{refusal}"
 
     def line(self) -> str:
         """All figures: the line of `--stats=full`."""

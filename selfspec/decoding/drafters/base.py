@@ -158,8 +158,8 @@ class GammaTune(BoundedController):
 
     def end(self, drafted: int, accepted: int) -> None:
         """Equations 7 and 8, then gamma = ceil(mean)."""
-        seen = accepted + self._step if accepted == drafted else accepted
-        self._mean = self._clip((1 - self._rate) * self._mean + self._rate * seen)
+        length = accepted + self._step if accepted == drafted else accepted
+        self._mean = self._clip((1 - self._rate) * self._mean + self._rate * length)
         self._length = math.ceil(self._mean)
 
 
@@ -188,14 +188,14 @@ class CmAsdLength(BoundedController):
 
 
 def make_controller(options: SpeculationOptions, length: int) -> DraftController:
-    wanted, longest = options.controller, options.longest_draft(length)
-    if isinstance(wanted, asked.CmAsdLength):
-        return CmAsdLength(wanted, longest)
-    if isinstance(wanted, asked.GammaTune):
-        return GammaTune(length, wanted, longest)
-    if isinstance(wanted, asked.Bounded):
-        return Heuristic(length, wanted, longest)
-    return DraftController(length, getattr(wanted, "threshold", None))
+    settings, longest = options.controller, options.longest_draft(length)
+    if isinstance(settings, asked.CmAsdLength):
+        return CmAsdLength(settings, longest)
+    if isinstance(settings, asked.GammaTune):
+        return GammaTune(length, settings, longest)
+    if isinstance(settings, asked.Bounded):
+        return Heuristic(length, settings, longest)
+    return DraftController(length, getattr(settings, "threshold", None))
 
 
 # --- guesses: candidates to follow a token of a tree
@@ -231,9 +231,9 @@ class Likeliest:
 
     def without(self, token: int) -> tuple[Likeliest, float]:
         """The guesses without `token`, with unchanged chances, and the chance of `token`."""
-        said = dict(zip(self.tokens, self.chances, strict=True))
-        had = said.pop(token, 0.0)
-        return Likeliest([*said], [*said.values()]), had
+        chances = dict(zip(self.tokens, self.chances, strict=True))
+        chance = chances.pop(token, 0.0)
+        return Likeliest([*chances], [*chances.values()]), chance
 
 
 class Sampled:

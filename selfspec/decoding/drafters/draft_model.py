@@ -52,8 +52,8 @@ class DraftCache:
         """Append `ids`; returns logits [1, V] of the next token, with the target's V."""
         self._hidden.clear()
         # an id of the target's padding has no embedding here: a wrong one costs at most a draft
-        known = [min(token, self.backbone.vocab_size - 1) for token in ids]
-        self._hidden.push((yield Embed(self.backbone, known)))
+        inputs = [min(token, self.backbone.vocab_size - 1) for token in ids]
+        self._hidden.push((yield Embed(self.backbone, inputs)))
         hidden = yield from self._hidden.advance_all()
         self._ran += ids
         target = yield from self._hidden.unembed(hidden[-1:])
@@ -91,14 +91,14 @@ def check_same_tokens(
     tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, label: str
 ) -> None:
     """Raise DraftModelMismatch unless `other`, of the draft model `label`, has the same tokens."""
-    ours, theirs = ({i: t for t, i in found.get_vocab().items()} for found in (tokenizer, other))
-    if ours == theirs:
+    target, draft = ({i: t for t, i in each.get_vocab().items()} for each in (tokenizer, other))
+    if target == draft:
         return
-    first = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    first = min(i for i in target.keys() | draft.keys() if target.get(i) != draft.get(i))
     raise DraftModelMismatch(
-        f"the draft model {label} has another vocabulary: {len(theirs)} tokens instead of "
-        f"{len(ours)}, the first that differs is {first}: {theirs.get(first)!r} instead of "
-        f"{ours.get(first)!r}. Choose a smaller model of the same family"
+        f"the draft model {label} has another vocabulary: {len(draft)} tokens instead of "
+        f"{len(target)}, the first that differs is {first}: {draft.get(first)!r} instead of "
+        f"{target.get(first)!r}. Choose a smaller model of the same family"
     )
 
 
@@ -109,11 +109,11 @@ def check_same_size(
 
     Unembeddings may differ in their padding after the last token of a shared `tokenizer`.
     """
-    ours, theirs = backbone.vocab_size, draft_model.vocab_size
-    tokens = max(tokenizer.get_vocab().values()) + 1 if tokenizer else max(ours, theirs)
-    if ours != theirs and min(ours, theirs) < tokens:
+    rows, draft_rows = backbone.vocab_size, draft_model.vocab_size
+    tokens = max(tokenizer.get_vocab().values()) + 1 if tokenizer else max(rows, draft_rows)
+    if rows != draft_rows and min(rows, draft_rows) < tokens:
         raise DraftModelMismatch(
-            f"the draft model has {theirs} rows in its unembedding, the model {ours}. Choose a "
+            f"the draft model has {draft_rows} rows in its unembedding, the model {rows}. Choose a "
             "smaller model of the same family"
         )
 
@@ -181,16 +181,16 @@ class SkipDrafter(ChoosingDrafter):
         if self._skipped is None:
             yield from self._try_one(state)
         writer = DraftWriter(self, limit, source=SKIP)
-        held, ids, rows = state.kv.length(), state.ids, state.committed(-1)
+        length, ids, rows = state.kv.length(), state.ids, state.committed(-1)
         while writer.room:
-            found = yield from logits_without(state, rows, self._skipped or self._search.skipped)
-            choice, sure, signal = self._said(ids, found.row(0))
+            target = yield from logits_without(state, rows, self._skipped or self._search.skipped)
+            choice, confidence, signal = self._said(ids, target.row(0))
             writer.add(choice, signal)
-            if writer.room and sure < self.threshold:
+            if writer.room and confidence < self.threshold:
                 writer.stop("unsure")
             rows = [choice.token]
             ids = self.sampler.behind(ids, choice.token)
-        state.kv.truncate(held)
+        state.kv.truncate(length)
         return writer.draft
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
@@ -202,13 +202,13 @@ class SkipDrafter(ChoosingDrafter):
 
     def _said(self, ids: Tensor, logits: Tensor) -> tuple[DraftToken, float, float]:
         """The token after `ids` by logits [1, V], the top probability, the controller's signal."""
-        signal = self.controller.signal
+        signal_of = self.controller.signal
         tokens, chances = likeliest(logits, 1.0, 1)
-        told = chances if signal is None else signal(logits)[:, None]
-        token, sure, said = torch.cat([tokens, chances, told], dim=1)[0].tolist()
+        signals = chances if signal_of is None else signal_of(logits)[:, None]
+        token, confidence, signal = torch.cat([tokens, chances, signals], dim=1)[0].tolist()
         if self.sampler.is_plain_greedy and not self.beliefs:
-            return DraftToken(int(token)), sure, said
-        return self.sampler.choose(ids, logits, believe=self.beliefs), sure, said
+            return DraftToken(int(token)), confidence, signal
+        return self.sampler.choose(ids, logits, believe=self.beliefs), confidence, signal
 
     def _try_one(self, state: DecodeState) -> Steps[None]:
         """Try another set of layers on the newest tokens of the answer; SWIFT takes the first.
@@ -218,9 +218,9 @@ class SkipDrafter(ChoosingDrafter):
         self._begun = state.length if self._begun is None else self._begun
         able = state.kv.slots is None and state.backbone.runs_trees
         if state.length - self._begun > WINDOW and self._search.goes_on and able:
-            skipped, right = self._search.drawn(), state.committed(-WINDOW)
-            said = (yield from drafted_again(state, skipped, WINDOW)).best
-            hits = sum(one == other for one, other in zip(said, right, strict=True))
+            skipped, tokens = self._search.drawn(), state.committed(-WINDOW)
+            choices = (yield from drafted_again(state, skipped, WINDOW)).best
+            hits = sum(choice == token for choice, token in zip(choices, tokens, strict=True))
             self._search.learn(skipped, hits / WINDOW)
 
 
@@ -236,9 +236,9 @@ def logits_without(
     """
     backbone, kv, least = state.backbone, state.kv, state.hidden.least
     hidden: Tensor = yield Embed(backbone, ids)
-    for first, gone in pairwise((0, *skipped, backbone.num_layers + 1)):
-        if first < gone - 1:
-            hidden = yield Run(backbone, kv, hidden, first, gone - 1, parents, least)
+    for first, stop in pairwise((0, *skipped, backbone.num_layers + 1)):
+        if first < stop - 1:
+            hidden = yield Run(backbone, kv, hidden, first, stop - 1, parents, least)
     return (yield from state.hidden.unembed(hidden))
 
 
@@ -247,7 +247,7 @@ def drafted_again(state: DecodeState, skipped: Sequence[int], count: int) -> Ste
 
     Runs on a branch beside the cached tokens; leaves caches unchanged. Needs more than `count` ids.
     """
-    held, rows = state.kv.length(), state.committed(-count - 1)[:-1]
-    found = yield from logits_without(state, rows, skipped, [-1 - count, *range(count - 1)])
-    state.kv.truncate(held)
-    return found
+    length, rows = state.kv.length(), state.committed(-count - 1)[:-1]
+    target = yield from logits_without(state, rows, skipped, [-1 - count, *range(count - 1)])
+    state.kv.truncate(length)
+    return target

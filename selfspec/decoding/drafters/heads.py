@@ -66,32 +66,32 @@ class HeadGuesser:
         hidden, deep = yield from self._rows(draft, asked)
         watch.lap("draft")
         backbone, temperature = self._state.backbone, self._judge.temperature(0)
-        said: Answer = yield Ask(backbone, self._head, hidden, deep, temperature, self._count)
-        self._features |= zip(asked, said.features.split(1), strict=True)
-        found = [self._guesses(draft, node, said, row) for row, node in enumerate(asked)]
+        answer: Answer = yield Ask(backbone, self._head, hidden, deep, temperature, self._count)
+        self._features |= zip(asked, answer.features.split(1), strict=True)
+        guesses = [self._guesses(draft, node, answer, row) for row, node in enumerate(asked)]
         watch.lap("heads")
-        return found
+        return guesses
 
-    def _rows(self, draft: Draft, asked: Sequence[int]) -> Steps[tuple[Tensor, Tensor | None]]:
+    def _rows(self, draft: Draft, nodes: Sequence[int]) -> Steps[tuple[Tensor, Tensor | None]]:
         (newest,) = self._state.committed(-1)
-        ids = [newest if at == ROOT else draft.proposed[at].token for at in asked]
+        ids = [newest if node == ROOT else draft.proposed[node].token for node in nodes]
         hidden: Tensor = yield Embed(self._state.backbone, ids)
-        if not self._heads.reads_deep or asked[0] == ROOT:
+        if not self._heads.reads_deep or nodes[0] == ROOT:
             return hidden, self._known
         # the head's own features one token earlier
-        return hidden, torch.cat([self._features[draft.proposed[at].parent] for at in asked])
+        return hidden, torch.cat([self._features[draft.proposed[node].parent] for node in nodes])
 
     def _guesses(
-        self, draft: Draft, node: int, said: Answer, row: int, count: int | None = None
+        self, draft: Draft, node: int, answer: Answer, row: int, count: int | None = None
     ) -> Guesses:
-        tokens, chances = said.tokens[row][:count], said.chances[row][:count]
+        tokens, chances = answer.tokens[row][:count], answer.chances[row][:count]
         if not self._judge.exits(chances[0], 0):
             return Likeliest([], [])
         if self._sampler.is_plain_greedy:
             return Likeliest(tokens, chances)
         path = upload(draft.tokens_to(node), self._state.ids.device)
         ids = torch.cat([self._state.ids, path[None]], dim=1)
-        logits = self._head.to_target_logits(said.logits[row : row + 1])
+        logits = self._head.to_target_logits(answer.logits[row : row + 1])
         return guesses_after(self._sampler, ids, logits, len(tokens), self._judge.temperature(0))
 
 
@@ -116,16 +116,16 @@ class AttendingGuesser(HeadGuesser):
             self._outputs[ROOT] = root
         return (yield from super().ask(draft, asked, watch))
 
-    def _rows(self, draft: Draft, asked: Sequence[int]) -> Steps[tuple[Tensor, Tensor | None]]:
-        if asked[0] != ROOT:
-            rows = [draft.proposed[node] for node in asked]
-            before = torch.cat([self._outputs[row.parent] for row in rows])
+    def _rows(self, draft: Draft, nodes: Sequence[int]) -> Steps[tuple[Tensor, Tensor | None]]:
+        if nodes[0] != ROOT:
+            rows = [draft.proposed[node] for node in nodes]
+            parent_outputs = torch.cat([self._outputs[row.parent] for row in rows])
             places = [self._places[row.parent] for row in rows]
-            outputs = yield self._text.draft([row.token for row in rows], before, places)
-            for node, output in zip(asked, outputs.split(1), strict=True):
+            outputs = yield self._text.draft([row.token for row in rows], parent_outputs, places)
+            for node, output in zip(nodes, outputs.split(1), strict=True):
                 self._places[node] = len(self._places) - 1
                 self._outputs[node] = output
-        return torch.cat([self._outputs[node] for node in asked]), None
+        return torch.cat([self._outputs[node] for node in nodes]), None
 
 
 # --- Medusa: each head guesses one token further ahead, all from one verified state
@@ -201,12 +201,12 @@ class ExitDrafter(ChoosingDrafter):
         beside = state.deep if self.heads.reads_deep else None
         ids = state.ids
         while writer.room:
-            found = yield from self._first_exit(state, ids, beside, writer.draft, watch)
-            if found is None:
+            early_exit = yield from self._first_exit(state, ids, beside, writer.draft, watch)
+            if early_exit is None:
                 writer.stop(self.unsure)
                 break
-            writer.add(found.choice, found.confidence)
-            ids, beside = self.sampler.behind(ids, found.choice.token), found.beside
+            writer.add(early_exit.choice, early_exit.confidence)
+            ids, beside = self.sampler.behind(ids, early_exit.choice.token), early_exit.beside
         return writer.draft
 
     def _first_exit(
@@ -225,11 +225,11 @@ class ExitDrafter(ChoosingDrafter):
             head = self.heads[layer]
             draft.heads += 1
             # the row being drafted
-            said: Answer = yield self._question(state.backbone, head, layer, hidden[-1:], beside)
-            found = self._exit(head, said, layer, ids)
+            answer: Answer = yield self._question(state.backbone, head, layer, hidden[-1:], beside)
+            early_exit = self._exit(head, answer, layer, ids)
             watch.lap("heads")
-            if found is not None:
-                return found
+            if early_exit is not None:
+                return early_exit
         return None
 
     @torch.inference_mode()
@@ -249,17 +249,17 @@ class ExitDrafter(ChoosingDrafter):
             signal = None
         return Ask(backbone, head, hidden, deep, self._judge.temperature(layer), 1, signal)
 
-    def _exit(self, head: ExitHead, said: Answer, layer: int, ids: Tensor) -> _Exit | None:
-        (tokens,), (chances,) = said.tokens, said.chances
+    def _exit(self, head: ExitHead, answer: Answer, layer: int, ids: Tensor) -> _Exit | None:
+        (tokens,), (chances,) = answer.tokens, answer.chances
         if not self._judge.exits(chances[0], layer):
             return None
-        confidence = said.signals[0] if said.signals else chances[0]
+        confidence = answer.signals[0] if answer.signals else chances[0]
         if self.sampler.is_plain_greedy and not self.beliefs:
             choice = DraftToken(tokens[0])
         else:
-            wide = head.to_target_logits(said.logits)
+            wide = head.to_target_logits(answer.logits)
             choice = self.sampler.choose(ids, wide, believe=self.beliefs)
-        beside = said.features if self.heads.reads_deep else None
+        beside = answer.features if self.heads.reads_deep else None
         return _Exit(choice._replace(layer=layer), confidence, beside)
 
 
@@ -284,10 +284,10 @@ class AttendingDrafter(ExitDrafter):
         if output is None:
             return None
         draft.heads += 1
-        said: Answer = yield self._question(state.backbone, head, 0, output, None)
+        answer: Answer = yield self._question(state.backbone, head, 0, output, None)
         watch.lap("heads")
-        found = self._exit(head, said, 0, ids)
-        return None if found is None else found._replace(beside=output)
+        early_exit = self._exit(head, answer, 0, ids)
+        return None if early_exit is None else early_exit._replace(beside=output)
 
 
 # --- exit heads in compiled code, from 8-bit copies of their weights
@@ -344,20 +344,20 @@ class PackedHead:
 
     def features(self, hidden: Tensor, beside: Tensor) -> Tensor:
         rows = torch.cat([hidden, beside], dim=-1)  # a copy: norms overwrite their input
-        (found,) = self._program.transform(rows.reshape(-1, rows.shape[-1]), self._features)
-        return found.view_as(hidden)
+        (features,) = self._program.transform(rows.reshape(-1, rows.shape[-1]), self._features)
+        return features.view_as(hidden)
 
     def asked(self, hidden: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
-        rows, both = torch.cat([hidden, beside], dim=-1), (self._features, self._logits)
-        features, logits = self._program.transform(rows, *both, layers=2)
+        rows, buffers = torch.cat([hidden, beside], dim=-1), (self._features, self._logits)
+        features, logits = self._program.transform(rows, *buffers, layers=2)
         return features, logits
 
     def _operations(self, parts: Parts, beside: int) -> Iterator[Operation]:
-        program, to, width = self._program, self._features, self.rows.in_features
+        program, output, width = self._program, self._features, self.rows.in_features
         alone = parts.direct is None and parts.inner is None
         if alone or not isinstance(parts.norm, nn.Identity):
             norm = norm_of(parts.norm, width, self.rows.dtype)
-            yield program.norm(HIDDEN, to if alone else HIDDEN, norm)
+            yield program.norm(HIDDEN, output if alone else HIDDEN, norm)
         if alone:
             return
         scale = Norm(torch.ones(width), None, torch.finfo(torch.float32).eps, False, False)
@@ -366,17 +366,17 @@ class PackedHead:
         terms = 0.0  # 1: the output buffer already holds a term
         if parts.inner is not None:
             inner, outer = _light(parts.inner.weight, parts.inner.bias), parts.outer
-            opened = to if outer is None else program.buffer("opened", inner.out_features)
-            yield program.linear(HIDDEN, opened, inner)
-            yield program.activate(opened, opened, Activation.SILU, gated=False)
+            activations = output if outer is None else program.buffer("opened", inner.out_features)
+            yield program.linear(HIDDEN, activations, inner)
+            yield program.activate(activations, activations, Activation.SILU, gated=False)
             if outer is not None:
-                yield program.linear(opened, to, _light(outer.weight, outer.bias))
+                yield program.linear(activations, output, _light(outer.weight, outer.bias))
             terms = 1.0
         if parts.direct is not None:
             direct = _light(parts.direct.weight, parts.direct.bias)
-            yield program.linear(HIDDEN, to, direct, adds=terms)
+            yield program.linear(HIDDEN, output, direct, adds=terms)
         if not beside:
-            yield program.add(HIDDEN, to, 1.0)
+            yield program.add(HIDDEN, output, 1.0)
 
 
 def _light(weight: Tensor, bias: Tensor | None) -> CompiledLinear:

@@ -62,10 +62,10 @@ class NgramIndex:
 
     def copied(self, place: int, count: int) -> list[int]:
         """`count` tokens from `place` on; past the end of the text, the copy repeats itself."""
-        found = self.text[place : place + count]
-        while len(found) < count:
-            found.append(found[len(found) - (len(self.text) - place)])
-        return found
+        tokens = self.text[place : place + count]
+        while len(tokens) < count:
+            tokens.append(tokens[len(tokens) - (len(self.text) - place)])
+        return tokens
 
 
 class NgramDrafter(PacedDrafter):
@@ -124,12 +124,12 @@ class NgramDrafter(PacedDrafter):
 
     def _read(self, state: DecodeState) -> None:
         """Read the tokens committed since the last draft, and score the last guess by them."""
-        fresh = state.committed(len(self._index.text))
-        for matched, guessed, token in zip(self._matched, self._guess, fresh, strict=False):
+        tokens = state.committed(len(self._index.text))
+        for matched, guessed, token in zip(self._matched, self._guess, tokens, strict=False):
             self._rates[matched] += NEWEST * ((guessed == token) - self._rates[matched])
             if guessed != token:
                 break
-        self._index.extend(fresh)
+        self._index.extend(tokens)
 
 
 class SeenTextFirst:
@@ -183,9 +183,9 @@ class GrammarDrafter:
         if self._seen is None:
             return Draft()
         draft = self._seen.propose(state, limit, rival)
-        allowed = self._mask.allows(text, draft.tokens)
-        if allowed < len(draft.proposed):
-            return Draft(proposed=draft.proposed[:allowed], ended="unsure")
+        count = self._mask.allows(text, draft.tokens)
+        if count < len(draft.proposed):
+            return Draft(proposed=draft.proposed[:count], ended="unsure")
         return draft
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
@@ -223,19 +223,19 @@ class Successors:
 
     def behind(self, tokens: Sequence[int]) -> Likeliest:
         """Guesses after a text that ends with `tokens`, with the chances of their ranks so far."""
-        if (known := self._found(tokens)) is None:
+        if (entry := self._found(tokens)) is None:
             return Likeliest([], [])
-        order, found = known
+        order, successors = entry
         rates = (right / self._asked[order] for right in self._right[order])
-        return Likeliest(found, [*accumulate(rates, min)][: len(found)])
+        return Likeliest(successors, [*accumulate(rates, min)][: len(successors)])
 
     def learn(self, tokens: Sequence[int], likely: Sequence[int], token: int) -> None:
         """Note the target's likeliest tokens, and its choice, after a text ending with `tokens`."""
-        if known := self._found(tokens):
-            order, found = known
+        if entry := self._found(tokens):
+            order, successors = entry
             self._asked[order] += 1.0
-            if token in found:
-                self._right[order][found.index(token)] += 1.0
+            if token in successors:
+                self._right[order][successors.index(token)] += 1.0
         for table, key in zip(self._tables, _keys(tokens), strict=True):
             table.pop(key, None)  # re-inserted as the newest
             table[key] = likely
@@ -244,8 +244,8 @@ class Successors:
 
     def _found(self, tokens: Sequence[int]) -> tuple[int, Sequence[int]] | None:
         for order, key in enumerate(_keys(tokens)):
-            if (found := self._tables[order].get(key)) is not None:
-                return order, found
+            if (successors := self._tables[order].get(key)) is not None:
+                return order, successors
         return None
 
 
@@ -279,8 +279,8 @@ class SuccessorGuesser:
         self._newest = state.committed(-2)
 
     def ask(self, draft: Draft, asked: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
-        known = (self._table.behind([*self._newest, *draft.tokens_to(at)]) for at in asked)
-        return no_work([one.best(self._count) for one in known])
+        guesses = (self._table.behind([*self._newest, *draft.tokens_to(at)]) for at in asked)
+        return no_work([guess.best(self._count) for guess in guesses])
 
 
 # --- lookahead: n-grams generated beside earlier verifications
@@ -301,11 +301,11 @@ class NgramPool:
                 self.add(self.text[-self._level :])
 
     def add(self, ngram: Sequence[int]) -> None:
-        behind, rest = self._behind.setdefault(ngram[0], {}), tuple(ngram[1:])
-        behind.pop(rest, None)
-        behind[rest] = None
-        if len(behind) > self._most:
-            del behind[next(iter(behind))]
+        ngrams, rest = self._behind.setdefault(ngram[0], {}), tuple(ngram[1:])
+        ngrams.pop(rest, None)
+        ngrams[rest] = None
+        if len(ngrams) > self._most:
+            del ngrams[next(iter(ngrams))]
 
     def following(self, token: int) -> list[tuple[int, ...]]:
         return list(self._behind.get(token, ()))[::-1]
@@ -397,12 +397,12 @@ class LookaheadDrafter(PacedDrafter):
                 end = self._add(end, token)
             self._ends.append(end)
 
-    def _move(self, said: list[int]) -> None:
+    def _move(self, new_level: list[int]) -> None:
         """Add the target's tokens after each column as a new level, and move on by one position.
 
         While the window has too few levels its columns shift, and a random one is added.
         """
-        self._levels.append(said)
+        self._levels.append(new_level)
         if len(self._levels) == self._level:
             for ngram in zip(*self._levels, strict=True):
                 self._pool.add(ngram)

@@ -62,10 +62,10 @@ class Datastore:
     @classmethod
     def read(cls, path: Path) -> Datastore:
         """Map a file into memory. Raises InvalidData if it is damaged or not a datastore."""
-        found = check_safetensors(path)
-        shape = found.get("ids", ("", []))[1]
+        header = check_safetensors(path)
+        shape = header.get("ids", ("", []))[1]
         expected = {"ids": ("I32", shape), "suffixes": ("I32", shape), "vocabulary": ("U8", [32])}
-        if found != expected or len(shape) != 1 or not shape[0]:
+        if header != expected or len(shape) != 1 or not shape[0]:
             raise InvalidData(f"{path} is no datastore. Make one: selfspec datastore")
         with safe_open(path, "pt") as file:  # "numpy" would copy
             ids, suffixes, vocabulary = (file.get_tensor(name).numpy() for name in expected)
@@ -85,8 +85,8 @@ class Datastore:
 
     def check(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
         """Raise InvalidData unless its ids are tokens of the model."""
-        other = tokenizer is not None and vocabulary_of(tokenizer) != self.vocabulary
-        if other or self.ids.max() >= vocab_size:
+        differs = tokenizer is not None and vocabulary_of(tokenizer) != self.vocabulary
+        if differs or self.ids.max() >= vocab_size:
             raise InvalidData(
                 f"the datastore {self.name} is of another vocabulary than the model's. Make one "
                 "for this model: selfspec datastore --model MODEL"
@@ -99,19 +99,19 @@ class Datastore:
         """
         spans = range(SHORTEST, min(LONGEST, len(newest)) + 1)
         # if a suffix is known, so are all shorter ones
-        known = bisect_left(spans, True, key=lambda count: not self._hits(newest[-count:]))
-        if not known:
+        matches = bisect_left(spans, True, key=lambda count: not self._hits(newest[-count:]))
+        if not matches:
             return {}
-        count = spans[known - 1]
+        count = spans[matches - 1]
         hits = self._hits(newest[-count:])
         places = self.suffixes[hits.start : hits.stop : -(-len(hits) // HITS)]
-        ahead = places[:, None] + np.arange(count, count + BEHIND)
-        return _heaviest(self.ids[np.minimum(ahead, len(self.ids) - 1)], most, count)
+        positions = places[:, None] + np.arange(count, count + BEHIND)
+        return _heaviest(self.ids[np.minimum(positions, len(self.ids) - 1)], most, count)
 
     def _hits(self, tokens: list[int]) -> range:
         def head(place: int) -> list[int]:
-            found: list[int] = self.ids[place : place + len(tokens)].tolist()
-            return found
+            prefix: list[int] = self.ids[place : place + len(tokens)].tolist()
+            return prefix
 
         first = bisect_left(self.suffixes, tokens, key=head)
         return range(first, bisect_right(self.suffixes, tokens, lo=first, key=head))
@@ -131,11 +131,11 @@ def _heaviest(rows: Ids, most: int, matched: int) -> Trie:
         if not weight[at]:
             break
         path = tuple(rows[row[at], : depth[at] + 1].tolist())
-        behind, token = path[:-1], path[-1]
+        parent, token = path[:-1], path[-1]
         weights[path] = int(weight[at])
-        before = trie.get(behind, Likeliest((), ()))
-        chance = weights[path] / (weights[behind] + DOUBT / (matched + len(behind)))
-        trie[behind] = Likeliest((*before.tokens, token), (*before.chances, chance))
+        guesses = trie.get(parent, Likeliest((), ()))
+        chance = weights[path] / (weights[parent] + DOUBT / (matched + len(parent)))
+        trie[parent] = Likeliest((*guesses.tokens, token), (*guesses.chances, chance))
     return trie
 
 
@@ -148,9 +148,9 @@ def suffix_array(ids: Ids) -> Ids:
     ranks = ids.astype(np.int64)
     for reach in (1, 2, 4, 8, 16):
         ranks -= ranks.min(initial=0) - 1
-        behind = np.zeros_like(ranks)  # the end sorts first
-        behind[:-reach] = ranks[reach:]
-        ranks = np.unique(ranks * (ranks.max(initial=0) + 1) + behind, return_inverse=True)[1]
+        next_ranks = np.zeros_like(ranks)  # the end sorts first
+        next_ranks[:-reach] = ranks[reach:]
+        ranks = np.unique(ranks * (ranks.max(initial=0) + 1) + next_ranks, return_inverse=True)[1]
     return np.argsort(ranks, kind="stable").astype(np.int32)
 
 
@@ -173,5 +173,5 @@ class RestGuesser:
         self._trie: Trie = self._store.behind(state.committed(-LONGEST), self._most)
 
     def ask(self, draft: Draft, asked: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
-        known = (self._trie.get(tuple(draft.tokens_to(at)), Likeliest((), ())) for at in asked)
-        return no_work([one.best(self._siblings) for one in known])
+        guesses = (self._trie.get(tuple(draft.tokens_to(at)), Likeliest((), ())) for at in asked)
+        return no_work([guess.best(self._siblings) for guess in guesses])

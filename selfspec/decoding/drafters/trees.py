@@ -194,24 +194,24 @@ class TreeDrafter(PacedDrafter):
 
     def _grow(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[None]:
         self._rows = tuple(islice(costs_by_row(self._cost.row_costs), self._most))
-        self._tokens = 1.0 + sum(one.chance for one in self._draft.proposed)
+        self._tokens = 1.0 + sum(token.chance for token in self._draft.proposed)
         self._steps = 1.0 + sum(self._rows[: len(self._draft.proposed)])
         self._said = {ROOT: 1.0}  # the head's probability of each token's path, where asked
         width, level = self.controller.begin(), [ROOT]
         self._guesser.begin(state)
         self._draft.ended = "width" if width <= limit else "budget"
         for _ in range(min(width, limit)):
-            asked = self._worth_asking(level)
-            if not asked:
+            nodes = self._worth_asking(level)
+            if not nodes:
                 self._draft.ended = "width" if self._full else "unsure"
                 return
             if not (self._asked and self._guesser.once):
                 self._draft.heads += 1
                 self._steps += self._cost.asking
             self._asked = True
-            nodes = [node.at for node in asked]
-            answers = yield from self._guesser.ask(self._draft, nodes, watch)
-            level = self._add(asked, answers)
+            indices = [node.at for node in nodes]
+            answers = yield from self._guesser.ask(self._draft, indices, watch)
+            level = self._add(nodes, answers)
             if level and all(map(self._closes, level)):
                 self._draft.ended = "eos"
                 return
@@ -219,9 +219,9 @@ class TreeDrafter(PacedDrafter):
     def _node(self, index: int) -> _Node:
         proposed = self._draft.proposed
         chance = 1.0 if index == ROOT else proposed[index].chance
-        behind = index + 1  # the trunk's tokens come first, in order
-        if behind < len(proposed) and proposed[behind].parent == index:
-            return _Node(index, max(chance - proposed[behind].chance, 0.0), behind)
+        child = index + 1  # the trunk's tokens come first, in order
+        if child < len(proposed) and proposed[child].parent == index:
+            return _Node(index, max(chance - proposed[child].chance, 0.0), child)
         return _Node(index, chance, None)
 
     def _closes(self, index: int) -> bool:
@@ -234,8 +234,8 @@ class TreeDrafter(PacedDrafter):
         if level == [ROOT] and not self._draft.proposed:  # else improved guesses go unnoticed
             return [self._node(ROOT)]
         row, least = self._next_row, 0.0 if self._guesser.once else LEAST_CHANCE
-        open_ones = (at for at in level if not self._closes(at))
-        nodes = [self._node(at) for at in open_ones if self._said.get(at, 0.0) >= least]
+        indices = (at for at in level if not self._closes(at))
+        nodes = [self._node(at) for at in indices if self._said.get(at, 0.0) >= least]
         # expected gain of the best guess after each, net of its row
         gains = [
             sum(max(node.free * best - row, 0.0) for best in self._best) / len(self._best)
@@ -246,24 +246,24 @@ class TreeDrafter(PacedDrafter):
             return []
         return [node for node, gain in zip(nodes, gains, strict=True) if gain > 0.0]
 
-    def _add(self, asked: Sequence[_Node], answers: Sequence[Guesses]) -> list[int]:
+    def _add(self, nodes: Sequence[_Node], answers: Sequence[Guesses]) -> list[int]:
         """Add the guesses that pay; returns the next level, including the trunk's tokens."""
         level, offers = [], []
-        for node, guesses in zip(asked, answers, strict=True):
+        for node, guesses in zip(nodes, answers, strict=True):
             if guesses.chances:
                 self._best.append(guesses.chances[0])
-            taken = 0.0
+            child_chance = 0.0
             if node.child is not None:
                 level.append(node.child)
-                guesses, taken = guesses.without(self._draft.proposed[node.child].token)
-                self._said[node.child] = self._said.get(node.at, 0.0) * taken
-            share = node.free / max(1.0 - taken, _ROUNDING)
+                guesses, child_chance = guesses.without(self._draft.proposed[node.child].token)
+                self._said[node.child] = self._said.get(node.at, 0.0) * child_chance
+            share = node.free / max(1.0 - child_chance, _ROUNDING)
             offers += [
-                _Offer(min(share * said, node.free), said, node.at, rank, guesses)
-                for rank, said in enumerate(guesses.chances)
+                _Offer(min(share * prob, node.free), prob, node.at, rank, guesses)
+                for rank, prob in enumerate(guesses.chances)
             ]
         proposed, source = self._draft.proposed, self._guesser.source
-        for chance, said, parent, rank, guesses in sorted(offers, key=lambda one: -one.chance):
+        for chance, prob, parent, rank, guesses in sorted(offers, key=lambda offer: -offer.chance):
             if self._full or chance <= self._next_row:
                 break
             if (choice := guesses.choice(rank)) is None:
@@ -272,18 +272,18 @@ class TreeDrafter(PacedDrafter):
             proposed.append(choice._replace(parent=parent, source=source, chance=chance))
             self._steps += self._rows[at]
             self._tokens += chance
-            self._said[at] = self._said.get(parent, 0.0) * said
+            self._said[at] = self._said.get(parent, 0.0) * prob
             level.append(at)
         return level
 
     def _sort(self) -> None:
         """Sort depth first, likeliest child first, so the best path is a chain of leading rows."""
         old, children = self._draft.proposed, dict[int, list[int]]()
-        for index, one in enumerate(old):
-            children.setdefault(one.parent, []).append(index)
-        order, waiting = list[int](), children.get(ROOT, [])[::-1]
-        while waiting:
-            order.append(waiting.pop())
-            waiting += children.get(order[-1], [])[::-1]
+        for index, token in enumerate(old):
+            children.setdefault(token.parent, []).append(index)
+        order, stack = list[int](), children.get(ROOT, [])[::-1]
+        while stack:
+            order.append(stack.pop())
+            stack += children.get(order[-1], [])[::-1]
         places = {ROOT: ROOT} | {at: new for new, at in enumerate(order)}
         self._draft.proposed = [old[at]._replace(parent=places[old[at].parent]) for at in order]
