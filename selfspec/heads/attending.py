@@ -92,14 +92,14 @@ class AttendingConfig(HeadsConfig):
                 f"tokens, {name} has {weight.shape[1]} and {weight.shape[0]}. Give the heads of "
                 "this model"
             )
-        found = self.state_layers or (2, layers // 2, layers - 3)
-        if min(found) < 0 or max(found) > layers or len(set(found)) < len(found):
+        states = self.state_layers or (2, layers // 2, layers - 3)
+        if min(states) < 0 or max(states) > layers or len(set(states)) < len(states):
             raise HeadsMismatch(
-                f"{folder} reads the states of layers {list(found)}, {name} has {layers} layers. "
+                f"{folder} reads the states of layers {list(states)}, {name} has {layers} layers. "
                 "Give the heads of this model"
             )
         return replace(
-            self, num_layers=layers, vocab_size=weight.shape[0], state_layers=tuple(found)
+            self, num_layers=layers, vocab_size=weight.shape[0], state_layers=tuple(states)
         )
 
 
@@ -123,10 +123,10 @@ class AttendingHeads(ExitHeads):
         self.layers: Sequence[int] = config.state_layers or ()
         weight, ids = unembedding.weight, _draft_ids(tensors, config)
         self.parts: Any = unfilled(config, embeddings="embed_tokens.weight" in tensors)
-        held = {name: one for name, one in tensors.items() if name not in ("d2t", "t2d")}
-        _check(held, {name: tuple(one.shape) for name, one in self.parts.state_dict().items()})
-        held = {name: one.to(weight.device, weight.dtype) for name, one in held.items()}
-        self.parts.load_state_dict(held, assign=True)
+        state = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+        _check(state, {name: tuple(param.shape) for name, param in self.parts.state_dict().items()})
+        state = {name: tensor.to(weight.device, weight.dtype) for name, tensor in state.items()}
+        self.parts.load_state_dict(state, assign=True)
         layer = _layer_config(config)
         self.rotary = LlamaRotaryEmbedding(layer).to(weight.device)
         if "embed_tokens" not in self.parts and layer.hidden_size != config.hidden_size:
@@ -136,7 +136,7 @@ class AttendingHeads(ExitHeads):
         self.head = LinearHead(Unembedding(weight, norm, Tensor.float), vocabulary)
         self.by_layer = nn.ModuleDict({"0": self.head})
         weights = [*self.parts.named_parameters(), *self.head.named_parameters()]
-        self.nbytes = sum(one.nbytes for name, one in weights if not name.startswith("embed_"))
+        self.nbytes = sum(param.nbytes for name, param in weights if not name.startswith("embed_"))
         """Bytes of the weights that a draft token reads; 8-bit copies reduce them."""
         self._texts: deque[Attention] = deque(maxlen=_TEXTS)
 
@@ -180,22 +180,22 @@ class AttendingHeads(ExitHeads):
         if "fc_norm" in self.parts:
             norms = self.parts["fc_norm"]
             chunks = states.chunk(len(norms), -1)
-            states = torch.cat([norm(one) for norm, one in zip(norms, chunks, strict=True)], -1)
+            states = torch.cat([norm(chunk) for norm, chunk in zip(norms, chunks, strict=True)], -1)
         fused: Tensor = self.parts["fc"](states)
         return fused
 
     def run(self, rows: Sequence[TextRows]) -> list[Tensor]:
         """The layer's output for rows of many texts, [n, d] each; weights are read once."""
-        counts = [len(one.tokens) for one in rows]
-        states = torch.cat([one.states for one in rows])
-        tokens = [token for one in rows for token in one.tokens]
-        places = [place for one in rows for place in one.positions]
+        counts = [len(part.tokens) for part in rows]
+        states = torch.cat([part.states for part in rows])
+        tokens = [token for part in rows for token in part.tokens]
+        places = [place for part in rows for place in part.positions]
         both = upload([*tokens, *places], states.device).split(len(tokens))
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            queries, keys, values = (one.split(counts, 1) for one in (query, key, value))
-            each = zip(rows, queries, keys, values, strict=True)
-            return torch.cat([text.attend(q, k, v) for text, q, k, v in each], 1)
+            queries, keys, values = (tensor.split(counts, 1) for tensor in (query, key, value))
+            parts = zip(rows, queries, keys, values, strict=True)
+            return torch.cat([part.attend(q, k, v) for part, q, k, v in parts], 1)
 
         embedded = rows[0].text.embed(both[0])
         output = self.layer(embedded[None], states[None], both[1], attend)
@@ -213,17 +213,17 @@ class AttendingHeads(ExitHeads):
         `attend`: rotated queries, keys and values [B, n, heads, head_dim] -> shape of queries.
         """
         layer: Any = self.parts["layers"][0]
-        own = layer.self_attn
+        attn = layer.self_attn
         normed = layer.hidden_norm(states)
         residual = normed if self.config.norm_before_residual else states
         inputs = torch.cat([layer.input_layernorm(embeddings.to(states)), normed], -1)
-        linears = (own.q_proj, own.k_proj, own.v_proj)
-        query, key, value = (one(inputs).unflatten(-1, (-1, own.head_dim)) for one in linears)
+        linears = (attn.q_proj, attn.k_proj, attn.v_proj)
+        query, key, value = (proj(inputs).unflatten(-1, (-1, attn.head_dim)) for proj in linears)
         if self.config.layer["model_type"] == "qwen3":
-            query, key = own.q_norm(query), own.k_norm(key)
-        turns = self.rotary(inputs, positions[None])
-        query, key = apply_rotary_pos_emb(query, key, *turns, unsqueeze_dim=-2)
-        hidden = residual + own.o_proj(attend(query, key, value).flatten(-2))
+            query, key = attn.q_norm(query), attn.k_norm(key)
+        rotation = self.rotary(inputs, positions[None])
+        query, key = apply_rotary_pos_emb(query, key, *rotation, unsqueeze_dim=-2)
+        hidden = residual + attn.o_proj(attend(query, key, value).flatten(-2))
         output: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return output
 
@@ -242,26 +242,26 @@ class AttendingHeads(ExitHeads):
     def embed(self, ids: Tensor) -> Tensor:
         """Embed ids by the heads' own embedding, which lacks padding ids of the model's."""
         table = self.parts["embed_tokens"]
-        found: Tensor = table(ids.to(table.weight.device).clamp(max=table.num_embeddings - 1))
-        return found
+        embeddings: Tensor = table(ids.to(table.weight.device).clamp(max=table.num_embeddings - 1))
+        return embeddings
 
     def longest(self, ids: Sequence[int]) -> Attention | None:
         """The remembered text with the longest prefix in common with `ids`, or None."""
-        return max(list(self._texts), key=lambda one: common_prefix(one.ids, ids), default=None)
+        return max(list(self._texts), key=lambda text: common_prefix(text.ids, ids), default=None)
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights, named as in the speculators format."""
-        own = {"norm.weight": self.head.norm.weight, "lm_head.weight": self.head.rows}
+        head = {"norm.weight": self.head.norm.weight, "lm_head.weight": self.head.rows}
         ids = _vocabulary(self.head.draft_ids, self.config.layer["vocab_size"])
-        return {**self.parts.state_dict(), **own, **ids}
+        return {**self.parts.state_dict(), **head, **ids}
 
     def part(self, layer: int) -> nn.Module:  # noqa: ARG002  # the base's; there is one
         """All modules."""
         return self
 
     def twin(self, unembedding: Unembedding) -> AttendingHeads:
-        copied = {name: one.detach().clone() for name, one in self.tensors().items()}
-        return AttendingHeads(self.config, unembedding, copied).eval().requires_grad_(False)
+        copies = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
+        return AttendingHeads(self.config, unembedding, copies).eval().requires_grad_(False)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor | None) -> Tensor:
@@ -269,10 +269,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor | None) ->
 
     `sees` [n, m]: what each row attends to; None: everything.
     """
-    found: Tensor = nn.functional.scaled_dot_product_attention(
+    output: Tensor = nn.functional.scaled_dot_product_attention(
         query.transpose(1, 2), key, value, attn_mask=sees, enable_gqa=True
     )
-    return found.transpose(1, 2)
+    return output.transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,8 +297,8 @@ class TextRows:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend [1, n, heads, head_dim] to the text's cached rows and these, which are added."""
-        held = self.text.kv.update(key.transpose(1, 2), value.transpose(1, 2), 0)
-        return attention(query, *held, self.sees)
+        cached = self.text.kv.update(key.transpose(1, 2), value.transpose(1, 2), 0)
+        return attention(query, *cached, self.sees)
 
 
 class Attention:
@@ -340,10 +340,10 @@ class Attention:
         waiting, self._waiting = self._waiting, []
         for states in waiting:
             for piece in states.split(_PIECE):
-                held, count = len(self.ids), len(piece)
-                tokens = list(ids[held + 1 : held + 1 + count])
-                sees = piece.new_ones(count, held + count, dtype=torch.bool).tril(held)
-                places = range(held + 1, held + 1 + count)
+                start, count = len(self.ids), len(piece)
+                tokens = list(ids[start + 1 : start + 1 + count])
+                sees = piece.new_ones(count, start + count, dtype=torch.bool).tril(start)
+                places = range(start + 1, start + 1 + count)
                 rows = TextRows(self, tokens, piece, places, sees if count > 1 else None)
                 self.output = (yield rows)[-1:]
                 self.ids += tokens
@@ -355,16 +355,16 @@ class Attention:
         `parents`: the draft token before each, numbered in the order of reading in this round, -1:
         the text; `outputs` [n, d]: the layer's outputs at the parents.
         """
-        held, read = len(self.ids), len(self._paths)
-        for number, parent in enumerate(parents, start=read):
+        start, count = len(self.ids), len(self._paths)
+        for number, parent in enumerate(parents, start=count):
             self._paths.append([*(self._paths[parent] if parent >= 0 else ()), number])
-        paths, sees = self._paths[read:], None
+        paths, sees = self._paths[count:], None
         if any(len(path) < len(self._paths) for path in paths):
-            sees = outputs.new_zeros(len(paths), held + len(self._paths), dtype=torch.bool)
-            sees[:, :held] = True
+            sees = outputs.new_zeros(len(paths), start + len(self._paths), dtype=torch.bool)
+            sees[:, :start] = True
             for row, path in zip(sees, paths, strict=True):
-                row[[held + number for number in path]] = True
-        positions = [held + len(path) for path in paths]
+                row[[start + number for number in path]] = True
+        positions = [start + len(path) for path in paths]
         return TextRows(self, tokens, self.heads.fed(outputs), positions, sees)
 
 
@@ -376,15 +376,15 @@ def unfilled(config: AttendingConfig, *, embeddings: bool) -> Any:
     layer, count = _layer_config(config), len(config.state_layers or ())
     width, eps = layer.hidden_size, layer.rms_norm_eps
     with torch.device("meta"):
-        own: Any = _LAYERS[config.layer["model_type"]][1](layer, 0)
-        own.hidden_norm = LlamaRMSNorm(width, eps)
+        decoder: Any = _LAYERS[config.layer["model_type"]][1](layer, 0)
+        decoder.hidden_norm = LlamaRMSNorm(width, eps)
         for name in ("q_proj", "k_proj", "v_proj"):
-            outputs = getattr(own.self_attn, name).out_features
-            wide = nn.Linear(2 * width, outputs, bias=layer.attention_bias)
-            setattr(own.self_attn, name, wide)
+            outputs = getattr(decoder.self_attn, name).out_features
+            linear = nn.Linear(2 * width, outputs, bias=layer.attention_bias)
+            setattr(decoder.self_attn, name, linear)
         parts: dict[str, nn.Module] = {
             "fc": nn.Linear(count * config.hidden_size, width, bias=False),
-            "layers": nn.ModuleList([own]),
+            "layers": nn.ModuleList([decoder]),
             "norm": LlamaRMSNorm(width, eps),
             "lm_head": nn.Linear(width, config.draft_vocab_size or 0, bias=False),
         }
@@ -418,8 +418,8 @@ def layer_like(model: Any, vocab_size: int, inner_size: int | None) -> dict[str,
 
 
 def _layer_config(config: AttendingConfig) -> Any:
-    known = {name: value for name, value in config.layer.items() if name != "model_type"}
-    return _LAYERS[config.layer["model_type"]][0](**known, num_hidden_layers=1)
+    fields = {name: value for name, value in config.layer.items() if name != "model_type"}
+    return _LAYERS[config.layer["model_type"]][0](**fields, num_hidden_layers=1)
 
 
 def _scale(unembedding: Unembedding) -> Tensor:
@@ -427,8 +427,8 @@ def _scale(unembedding: Unembedding) -> Tensor:
     norm, weight = unembedding.norm, unembedding.weight
     signs = 1.0 - 2.0 * (torch.arange(weight.shape[1]) % 2)
     with torch.no_grad():  # OLMo's norm has no weights
-        found: Tensor = norm(signs[None].to(next(norm.parameters(), weight)))
-    return found[0].abs()
+        output: Tensor = norm(signs[None].to(next(norm.parameters(), weight)))
+    return output[0].abs()
 
 
 # --- files
@@ -438,23 +438,23 @@ def _vocabulary(ids: Tensor | None, count: int) -> dict[str, Tensor]:
     """`d2t` and `t2d` of a draft vocabulary; `count`: the number of all tokens."""
     if ids is None:
         return {}
-    drafted = torch.zeros(count, dtype=torch.bool, device=ids.device)
-    drafted[ids] = True
-    return {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": drafted}
+    mask = torch.zeros(count, dtype=torch.bool, device=ids.device)
+    mask[ids] = True
+    return {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": mask}
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         pickled = any(True for _ in Path(folder).glob("*.bin"))
-        then = "Its .bin files are pickles, which may run code: convert them" if pickled else ""
-        raise InvalidHeads(f"no *.safetensors there. {then or 'Copy all its files there'}")
+        hint = "Its .bin files are pickles, which may run code: convert them" if pickled else ""
+        raise InvalidHeads(f"no *.safetensors there. {hint or 'Copy all its files there'}")
     tensors: dict[str, Tensor] = {}
     for file in files:
         check_safetensors(file)
         tensors |= load_file(file)
-    named = {name.replace("midlayer.", "layers.0.", 1): one for name, one in tensors.items()}
-    return {name: one for name, one in named.items() if not name.startswith(_IGNORED)}
+    state = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in state.items() if not name.startswith(_IGNORED)}
 
 
 def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -471,14 +471,14 @@ def _check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]
 def _draft_ids(tensors: Mapping[str, Tensor], config: AttendingConfig) -> Tensor | None:
     """[V_draft] ids of the model; None: all of them, in their order. Raises InvalidHeads."""
     offsets, count = tensors.get("d2t"), config.draft_vocab_size or 0
-    known = config.layer["vocab_size"]  # the model's may be padded
+    vocab_size = config.layer["vocab_size"]  # the model's may be padded
     if offsets is None:
-        if count != known:
-            raise InvalidHeads(f"no d2t, which {count} of {known} tokens need")
+        if count != vocab_size:
+            raise InvalidHeads(f"no d2t, which {count} of {vocab_size} tokens need")
         return None if count == config.vocab_size else torch.arange(count)
     if tuple(offsets.shape) != (count,) or offsets.dtype not in (torch.int32, torch.int64):
         raise InvalidHeads(f"d2t is {offsets.dtype} {list(offsets.shape)}, expected {count} ids")
     ids = offsets.long() + torch.arange(count, device=offsets.device)
-    if int(ids.min()) < 0 or int(ids.max()) >= known or len(ids.unique()) < count:
-        raise InvalidHeads(f"d2t does not lead to different ids in 0..{known - 1}")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < count:
+        raise InvalidHeads(f"d2t does not lead to different ids in 0..{vocab_size - 1}")
     return ids

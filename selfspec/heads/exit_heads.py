@@ -53,9 +53,9 @@ class HeadsConfig(HeadsFields):
             if (self.head_type, self.exit_layers) != ("deep-fused", (0,)):
                 raise InvalidOption("state_layers are for deep-fused heads at exit layer 0 alone")
             check_exit_layers(self.state_layers, range(1, self.num_layers), "state")
-        drafted, known = self.draft_vocab_size, self.vocab_size
-        if drafted is not None and drafted > known:
-            raise InvalidOption(f"draft vocabulary of {drafted} tokens, the model has {known}")
+        draft_size, size = self.draft_vocab_size, self.vocab_size
+        if draft_size is not None and draft_size > size:
+            raise InvalidOption(f"draft vocabulary of {draft_size} tokens, the model has {size}")
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -95,11 +95,11 @@ class HeadsConfig(HeadsFields):
 
     def require_sizes(self, heads: str, backbone: Backbone, name: str) -> None:
         """Raise HeadsMismatch unless the sizes match those of the model."""
-        own = self.vocab_size, self.hidden_size, self.num_layers
-        if own != (sizes := (*backbone.unembedding.weight.shape, backbone.num_layers)):
+        shape = self.vocab_size, self.hidden_size, self.num_layers
+        if shape != (model_shape := (*backbone.unembedding.weight.shape, backbone.num_layers)):
             raise HeadsMismatch(
-                f"{heads} fit {self.base_model} with (tokens, width, layers) {own}, {name} has "
-                f"{sizes}. Fit heads for it: selfspec fit"
+                f"{heads} fit {self.base_model} with (tokens, width, layers) {shape}, {name} has "
+                f"{model_shape}. Fit heads for it: selfspec fit"
             )
 
 
@@ -134,15 +134,15 @@ class ExitHeads(nn.Module):
         super().__init__()
         self.config = config
         self.folder: Path | None = None  # the folder that they were read from
-        head = HEAD_TYPES[config.head_type]
+        head_type = HEAD_TYPES[config.head_type]
         draft_ids = _checked_draft_ids(draft_ids, config, unembedding)
         vocabulary = DraftVocabulary.of(unembedding, draft_ids)
         # heads that look ahead follow the first of them, at 0, in order
         names = [*map(str, config.exit_layers)]
         names += [f"ahead_{number}" for number in range(2, (config.num_heads or 1) + 1)]
         self.layers: Sequence[int] = config.state_layers or ()
-        made = partial(head, unembedding, vocabulary, config.inner_size, len(self.layers))
-        self.by_layer = nn.ModuleDict({name: made() for name in names})
+        make_head = partial(head_type, unembedding, vocabulary, config.inner_size, len(self.layers))
+        self.by_layer = nn.ModuleDict({name: make_head() for name in names})
 
     def __getitem__(self, layer: int) -> ExitHead:
         """The head of exit layer `layer`. Raises InvalidOption for heads that look ahead."""
@@ -165,14 +165,14 @@ class ExitHeads(nn.Module):
 
     def ahead(self, states: Tensor) -> Tensor:
         """[n, d] -> features of all K heads that look ahead, [n * K, d], grouped by row."""
-        found = [cast("ExitHead", head).features(states) for head in self.by_layer.values()]
-        return torch.stack(found, 1).flatten(0, 1)
+        features = [cast("ExitHead", head).features(states) for head in self.by_layer.values()]
+        return torch.stack(features, 1).flatten(0, 1)
 
     def layers_in_use(self, options: SpeculationOptions) -> tuple[int, ...]:
         """The exit layers in `options`, default all, up to D_max. Raises InvalidOption."""
-        fitted, depth = self.config.exit_layers, options.exit.max_depth
-        layers = fitted if options.exit.layers is None else options.exit.layers
-        check_exit_layers(layers, fitted)
+        all_layers, depth = self.config.exit_layers, options.exit.max_depth
+        layers = all_layers if options.exit.layers is None else options.exit.layers
+        check_exit_layers(layers, all_layers)
         if len(options.exit.thresholds) not in (1, len(layers)):
             raise InvalidOption(
                 f"{len(options.exit.thresholds)} exit thresholds for {len(layers)} exit layers. "
@@ -201,21 +201,21 @@ class ExitHeads(nn.Module):
         All files are complete under temporary names before the weights are renamed, then the
         others. The weights repeat the config, so a kill at any moment leaves the old or new heads.
         """
-        tensors = {name: one.contiguous() for name, one in self.tensors().items()}
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors().items()}
         self.config = replace(self.config, weights=hash_of(tensors))
         config = as_json(self.config.record())
-        with ExitStack() as written:  # closes in reverse order
+        with ExitStack() as stack:  # closes in reverse order
             for name, content in (dict(others or {}) | {CONFIG_FILE: config}).items():
-                new = written.enter_context(files.replacing(Path(folder) / name))
+                new = stack.enter_context(files.replacing(Path(folder) / name))
                 new.write_bytes(content.encode() if isinstance(content, str) else content)
-            new = written.enter_context(files.replacing(Path(folder) / WEIGHTS_FILE))
+            new = stack.enter_context(files.replacing(Path(folder) / WEIGHTS_FILE))
             save_file(tensors, new, {METADATA: config})
 
     def tensors(self) -> dict[str, Tensor]:
         """The contents of `model.safetensors`, with the draft vocabulary once."""
-        held, ids = self.state_dict(), self.first.draft_ids
-        kept = {name: one for name, one in held.items() if not name.endswith(f".{_DRAFT_IDS}")}
-        return kept if ids is None else {**kept, _DRAFT_IDS: ids.int()}
+        state, ids = self.state_dict(), self.first.draft_ids
+        tensors = {name: one for name, one in state.items() if not name.endswith(f".{_DRAFT_IDS}")}
+        return tensors if ids is None else {**tensors, _DRAFT_IDS: ids.int()}
 
     def part(self, layer: int) -> nn.Module:
         """The modules to train for the drafts of an exit layer."""
@@ -223,9 +223,9 @@ class ExitHeads(nn.Module):
 
     def twin(self, unembedding: Unembedding) -> ExitHeads:
         """The same heads for the same model in another dtype."""
-        found = ExitHeads(self.config, unembedding, self.first.draft_ids)
-        found.load_state_dict(self.state_dict())
-        return found.eval().requires_grad_(False)
+        heads = ExitHeads(self.config, unembedding, self.first.draft_ids)
+        heads.load_state_dict(self.state_dict())
+        return heads.eval().requires_grad_(False)
 
     @classmethod
     def from_pretrained(cls, folder: Path, backbone: Backbone, base_model: str) -> Self:
@@ -281,9 +281,9 @@ def _read_tensors(path: Path, config: HeadsConfig) -> dict[str, Tensor]:
     check_safetensors(path)
     tensors = load_file(path)
     numbers = sum(tensor.numel() for tensor in tensors.values())
-    for name, each in (("inner_size", 1), ("num_heads", config.hidden_size)):
+    for name, width in (("inner_size", 1), ("num_heads", config.hidden_size)):
         count = getattr(config, name) or 0
-        if count * each * config.hidden_size > numbers:
+        if count * width * config.hidden_size > numbers:
             raise InvalidHeads(f"{name} is {count}, the file holds {numbers} numbers")
     for name, tensor in tensors.items():
         if name != _DRAFT_IDS:
@@ -314,9 +314,9 @@ def _checked_draft_ids(
     """The ids as int64 on the model's device. Raises InvalidHeads if they are invalid."""
     if ids is not None and (ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64)):
         raise InvalidHeads(f"draft vocabulary is {ids.dtype} {list(ids.shape)}, expected whole ids")
-    count, wanted = 0 if ids is None else len(ids), config.draft_vocab_size
-    if count != (wanted or 0):
-        raise InvalidHeads(f"a draft vocabulary of {count} tokens, {wanted} in {CONFIG_FILE}")
+    count, expected = 0 if ids is None else len(ids), config.draft_vocab_size
+    if count != (expected or 0):
+        raise InvalidHeads(f"a draft vocabulary of {count} tokens, {expected} in {CONFIG_FILE}")
     if ids is None:
         return None
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:

@@ -59,18 +59,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise HeadsNotFound(f"no {CONFIG_FILE} in {folder}. Expected a folder of exit heads")
     try:
-        found = _checked(read_json(path, _MOST_BYTES))
+        config = _checked(read_json(path, _MOST_BYTES))
     except (InvalidData, InvalidOption) as error:
         raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error
     weights = Path(folder) / WEIGHTS_FILE
-    if (repeated := repeated_config(weights)) is None:
-        return found
-    ours = repeated.get(METADATA)
-    if (ours if isinstance(ours, dict) else repeated).get("weights") == found.get("weights"):
-        return found
+    if (header := repeated_config(weights)) is None:
+        return config
+    section = header.get(METADATA)
+    if (section if isinstance(section, dict) else header).get("weights") == config.get("weights"):
+        return config
     logger.warning("%s does not belong to the weights beside it: their own copy is used", path)
     try:
-        return _checked(repeated)
+        return _checked(header)
     except InvalidOption as error:
         raise InvalidHeads(f"{weights} repeats no config: {error}") from error
 
@@ -82,11 +82,11 @@ def attends(folder: Path) -> bool:
 
 def is_heads_folder(folder: Path) -> bool:
     """Whether `fit` wrote a folder; checked before its files are replaced."""
-    config = folder / CONFIG_FILE
-    if not config.exists():
+    path = folder / CONFIG_FILE
+    if not path.exists():
         return repeated_config(folder / WEIGHTS_FILE) is not None
-    values = _object(config)
-    return values.keys() >= {*_NEEDED} or METADATA in values
+    config = _object(path)
+    return config.keys() >= {*_NEEDED} or METADATA in config
 
 
 def repeated_config(weights: Path) -> dict[str, Any] | None:
@@ -95,10 +95,10 @@ def repeated_config(weights: Path) -> dict[str, Any] | None:
         return None
     try:
         with files.open_safetensors(weights) as file:
-            values = parse_json((file.metadata() or {})[METADATA], str(weights))
+            config = parse_json((file.metadata() or {})[METADATA], str(weights))
     except (InvalidData, KeyError, RuntimeError):
         return None
-    return values if isinstance(values, dict) else None
+    return config if isinstance(config, dict) else None
 
 
 def _object(file: Path) -> dict[str, Any]:
@@ -205,11 +205,11 @@ class _DecoderLayer(_Sizes, total=False):
 
 def _fields(values: Mapping[str, Any], kind: type, needed: Iterable[str] = ()) -> dict[str, Any]:
     """The values that are not null, checked against `kind`, lists as tuples. InvalidOption."""
-    said = {name: value for name, value in values.items() if value is not None}
-    said = {name: tuple(one) if isinstance(one, list) else one for name, one in said.items()}
-    check_types(dict.fromkeys(needed) | said, annotations_of(kind))
-    check_ranges(said, kind)
-    return said
+    config = {name: value for name, value in values.items() if value is not None}
+    config = {name: tuple(one) if isinstance(one, list) else one for name, one in config.items()}
+    check_types(dict.fromkeys(needed) | config, annotations_of(kind))
+    check_ranges(config, kind)
+    return config
 
 
 def _checked(values: Any) -> dict[str, Any]:
@@ -222,16 +222,16 @@ def _checked(values: Any) -> dict[str, Any]:
         raise InvalidOption(
             f"it has format version {shown(version)}, this selfspec reads {FORMAT_VERSION}"
         )
-    said = _fields(values, HeadsFields, _NEEDED)
-    _check_fit(said, said["exit_layers"])
-    return said
+    config = _fields(values, HeadsFields, _NEEDED)
+    _check_fit(config, config["exit_layers"])
+    return config
 
 
-def _check_fit(said: Mapping[str, Any], layers: Sequence[int]) -> None:
+def _check_fit(config: Mapping[str, Any], layers: Sequence[int]) -> None:
     """Raise InvalidOption unless temperatures and defaults suit these exit layers."""
-    check_keys(said.get("temperatures", {}), map(str, layers), "layer of temperatures")
+    check_keys(config.get("temperatures", {}), map(str, layers), "layer of temperatures")
     try:
-        options = SpeculationOptions().updated(said.get("defaults", {}))
+        options = SpeculationOptions().updated(config.get("defaults", {}))
         chosen = layers if options.exit.layers is None else list(options.exit.layers)
         fits = set(chosen) <= set(layers) and len(options.exit.thresholds) in (1, len(chosen))
     except (InvalidOption, TypeError, ValueError, OverflowError) as error:
@@ -257,52 +257,52 @@ def _is_eagle3(values: Any) -> bool:
 
 
 def _eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
-    said = _fields(values, _Eagle3)
-    original = "speculators_model_type" not in said
-    layer = _layer(values if original else said.get("transformer_layer_config", {}))
-    if said.get("fc_norm") and said.get("norm_before_fc"):
+    config = _fields(values, _Eagle3)
+    original = "speculators_model_type" not in config
+    layer = _layer(values if original else config.get("transformer_layer_config", {}))
+    if config.get("fc_norm") and config.get("norm_before_fc"):
         raise InvalidOption("fc_norm is true beside norm_before_fc, expected one of them")
-    states = {**said.get("eagle_config", {}), **values}.get(_STATES)
+    states = {**config.get("eagle_config", {}), **values}.get(_STATES)
     layers = _fields({_STATES: states}, _Eagle3).get(_STATES)
-    verifier = said.get("speculators_config", {}).get("verifier")
+    verifier = config.get("speculators_config", {}).get("verifier")
     base = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    own = said.get(METADATA, {})
-    ours = _fields({name: own.get(name) for name in EAGLE3_OURS}, HeadsFields)
-    _check_fit(ours, [0])
+    metadata = config.get(METADATA, {})
+    own_fields = _fields({name: metadata.get(name) for name in EAGLE3_OURS}, HeadsFields)
+    _check_fit(own_fields, [0])
     return {
-        **{name: said.get(name, False) for name in SWITCHES},
+        **{name: config.get(name, False) for name in SWITCHES},
         "base_model": base if isinstance(base, str) and _LINE.holds(base) else "not said",
         "base_fingerprint": "",
-        "hidden_size": said.get("target_hidden_size", layer["hidden_size"]),
+        "hidden_size": config.get("target_hidden_size", layer["hidden_size"]),
         "num_layers": 0,
         "vocab_size": layer["vocab_size"],
-        "draft_vocab_size": said.get("draft_vocab_size", layer["vocab_size"]),
+        "draft_vocab_size": config.get("draft_vocab_size", layer["vocab_size"]),
         "exit_layers": (0,),
         "head_type": EAGLE3,
         "defaults": dict(_EAGLE3_DEFAULTS),
         "format": "original" if original else "speculators",
         "state_layers": layers,
         "layer": layer,
-        **ours,
+        **own_fields,
     }
 
 
 def _layer(values: Mapping[str, Any]) -> dict[str, Any]:
-    said = _fields(values, _DecoderLayer, _Sizes.__annotations__)
-    found: dict[str, Any] = {
+    config = _fields(values, _DecoderLayer, _Sizes.__annotations__)
+    layer: dict[str, Any] = {
         **{"model_type": "llama", "rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False},
-        **{name: said[name] for name in _DecoderLayer.__annotations__ if name in said},
+        **{name: config[name] for name in _DecoderLayer.__annotations__ if name in config},
     }
     for name in ("num_hidden_layers", "hidden_act", "layer_types", "rope_scaling"):
-        found.pop(name, None)
-    query = found["num_attention_heads"]
-    if query % (keys := found.setdefault("num_key_value_heads", query)):
+        layer.pop(name, None)
+    query = layer["num_attention_heads"]
+    if query % (keys := layer.setdefault("num_key_value_heads", query)):
         raise InvalidOption(f"num_key_value_heads is {keys}, expected a divisor of {query}")
-    width = found.setdefault("head_dim", found["hidden_size"] // query)
+    width = layer.setdefault("head_dim", layer["hidden_size"] // query)
     if not width or width % 2:
         raise InvalidOption(f"head_dim is {width}, expected an even number")
     # RoPE parameters in the form of transformers 5, from either form
-    rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = {"rope_theta": values.get("rope_theta") or 10000.0} | rope
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
     hints: dict[str, Any] = dict.fromkeys(rope, float | bool)
@@ -311,7 +311,7 @@ def _layer(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in rope.items():
         if name != "rope_type" and not 0 <= value < 1e12:
             raise InvalidOption(f"rope {name} is {shown(value)}, expected a number in [0, 1e12)")
-    return found | {"rope_parameters": rope}
+    return layer | {"rope_parameters": rope}
 
 
 def as_json(config: Mapping[str, Any]) -> str:
@@ -334,16 +334,16 @@ def remember(folder: Path, *, chosen: bool = False) -> bool:
     base = config["base_fingerprint"]
     if not base.isalnum():
         return False  # a model without a fingerprint is never found by it
-    own = folder.absolute()
+    heads = folder.absolute()
     try:
         with files.locked(place := _file_of(base), wait=True):
-            before = _object(place)
-            known = _folders(before)
-            others = [one for one in known if one != own and _exists(one)]
-            stays = not chosen and before.get("chosen") is True and others[:1] == known[:1] != []
-            found = [*others[:stays], own, *others[stays:]]
+            old_entry = _object(place)
+            known = _folders(old_entry)
+            others = [path for path in known if path != heads and _exists(path)]
+            stays = not chosen and old_entry.get("chosen") is True and others[:1] == known[:1] != []
+            folders = [*others[:stays], heads, *others[stays:]]
             entry = {
-                "folders": [str(one) for one in found[:_MOST_KNOWN]],
+                "folders": [str(path) for path in folders[:_MOST_KNOWN]],
                 "chosen": chosen or stays,
                 "base_model": config["base_model"],
                 "base_fingerprint": base,
@@ -379,30 +379,30 @@ def find_known(
         entry.get("sizes") == list(sizes) and (not chosen or entry.get("chosen") is True)
         for entry in map(_object, known_place().glob("*.json"))
     )
-    own = ((one, _said(one)) for one in bundled)
-    coming = [
-        one for one, said in own if (said.get("num_layers"), said.get("hidden_size")) == sizes
+    pairs = ((path, _said(path)) for path in bundled)
+    candidates = [
+        path for path, meta in pairs if (meta.get("num_layers"), meta.get("hidden_size")) == sizes
     ]
-    if not (written or coming) or not (base := fingerprint()):
+    if not (written or candidates) or not (base := fingerprint()):
         return None
-    named = _folders(_object(_file_of(base))) if written else []
-    if gone := [str(folder) for folder in named if not _exists(folder)]:
-        left = next((str(folder) for folder in named if str(folder) not in gone), "")
+    known = _folders(_object(_file_of(base))) if written else []
+    if gone := [str(folder) for folder in known if not _exists(folder)]:
+        other = next((str(folder) for folder in known if str(folder) not in gone), "")
         logger.info(
             "exit heads of this model were in %s and are gone. If they were moved: "
             "selfspec heads pull FOLDER; to forget them: %s",
             ", ".join(gone),
-            f"selfspec heads use {left}" if left else f"rm {_file_of(base)}",
+            f"selfspec heads use {other}" if other else f"rm {_file_of(base)}",
         )
-    fitting = (one for one in (*named, *coming) if _said(one).get("base_fingerprint") == base)
-    return next(fitting, None)
+    hits = (path for path in (*known, *candidates) if _said(path).get("base_fingerprint") == base)
+    return next(hits, None)
 
 
 def known_folders() -> list[Path]:
     """Remembered folders that still exist; those in use first."""
     entries = map(_object, sorted(known_place().glob("*.json")))
-    found = (folder for entry in entries for folder in _folders(entry) if _said(folder))
-    return [*dict.fromkeys(found)]  # one folder may be listed for several models
+    folders = (folder for entry in entries for folder in _folders(entry) if _said(folder))
+    return [*dict.fromkeys(folders)]  # one folder may be listed for several models
 
 
 def known_place() -> Path:
@@ -415,8 +415,8 @@ def _file_of(base: str) -> Path:
 
 def _folders(entry: dict[str, Any]) -> list[Path]:
     names = entry.get("folders")
-    named = names if isinstance(names, list) else []
-    return [Path(name) for name in named if isinstance(name, str)]
+    paths = names if isinstance(names, list) else []
+    return [Path(name) for name in paths if isinstance(name, str)]
 
 
 def _exists(folder: Path) -> bool:

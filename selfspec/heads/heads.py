@@ -112,14 +112,14 @@ class ExitHead(nn.Module, ABC):
         x: Tensor = norm(hidden)
         if self.beside:
             last, *states = beside.to(x).split(x.shape[-1], dim=-1)
-            states = [nn.functional.rms_norm(one.float(), one.shape[-1:]) for one in states]
-            x = torch.cat([x, last, *(one.to(x) for one in states)], dim=-1)
+            states = [nn.functional.rms_norm(state.float(), state.shape[-1:]) for state in states]
+            x = torch.cat([x, last, *(state.to(x) for state in states)], dim=-1)
         terms: list[Tensor] = [] if self.beside else [x]
         if direct is not None:
             terms.append(direct(x))
         if inner is not None:
-            opened = nn.functional.silu(inner(x))
-            terms.append(opened if outer is None else outer(opened))
+            activations = nn.functional.silu(inner(x))
+            terms.append(activations if outer is None else outer(activations))
         return reduce(torch.add, terms)
 
     def asked(self, hidden: Tensor, deep: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -145,8 +145,8 @@ class ExitHead(nn.Module, ABC):
         self._packed = packed
 
     def _packed_for(self, rows: Tensor) -> Packed | None:
-        asked = not torch.is_grad_enabled() and rows.dtype == self.rows.dtype
-        return self._packed if asked else None
+        usable = not torch.is_grad_enabled() and rows.dtype == self.rows.dtype
+        return self._packed if usable else None
 
     @property
     def rows(self) -> Tensor:
@@ -345,13 +345,13 @@ class Answer:
     @classmethod
     def read(cls, features: Tensor, logits: Tensor, numbers: Tensor) -> Answer:
         """Make an answer of the `numbers` of `scored`; one device read."""
-        rows, best = numbers.tolist(), numbers.shape[1] // 2
+        rows, count = numbers.tolist(), numbers.shape[1] // 2
         return cls(
             features=features,
             logits=logits,
-            tokens=[[*map(int, row[:best])] for row in rows],
-            chances=[row[best : 2 * best] for row in rows],
-            signals=[row[-1] for row in rows if len(row) > 2 * best],
+            tokens=[[*map(int, row[:count])] for row in rows],
+            chances=[row[count : 2 * count] for row in rows],
+            signals=[row[-1] for row in rows if len(row) > 2 * count],
         )
 
     def part(self, rows: slice) -> Answer:
@@ -378,10 +378,10 @@ def widened(deep: Tensor | None, hidden: Tensor, width: int) -> Tensor:
 
 def joined(deep: Sequence[Tensor | None], hidden: Sequence[Tensor], width: int) -> Tensor | None:
     """The `deep` of many sequences' rows, joined and padded; None if no sequence has any."""
-    if all(one is None for one in deep):
+    if all(part is None for part in deep):
         return None
-    both = zip(deep, hidden, strict=True)
-    return torch.cat([widened(one, row, width) for one, row in both])
+    pairs = zip(deep, hidden, strict=True)
+    return torch.cat([widened(part, row, width) for part, row in pairs])
 
 
 # --- the exit judge
