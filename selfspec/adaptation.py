@@ -159,19 +159,19 @@ def adapt(
     folder = files.check_folder(
         output,
         {TEXT, HEADS, BEFORE, REPORT, STATE},
-        lambda found: (found / STATE).is_file(),
+        lambda path: (path / STATE).is_file(),
         overwrite=True,
         reads=[model, recipe, questions, passages, chat_template],
     ).absolute()
     with files.locked(folder):
-        read = read_recipe(recipe)
+        families = read_recipe(recipe)
         return _Adaptation(
             folder=folder,
             budget_s=seconds,
             loading={"model": model, "dtype": dtype, "device": device},
             text=DataOptions(raw=raw, seed=seed),
-            recipe=read,
-            passages=Passages(passages, read.languages),
+            recipe=families,
+            passages=Passages(passages, families.languages),
             own=[] if questions is None else questions_of(questions),
             template=None if chat_template is None else templates.read(chat_template),
             show=show or (lambda *_: None),
@@ -218,9 +218,9 @@ class _Adaptation:
         self.show(0.0, self.budget_s, "loading the model")
         self._dtype = self.loading["dtype"] or hub.training_dtype(self.loading["device"])
         loading = self.loading | {"dtype": self._dtype}
-        self._model, self._tokenizer, found = hub.load_model(loading.pop("model"), **loading)
-        self._label = found.label
-        self._fingerprint = fingerprint.of_loaded(self._model, found.stamps)
+        self._model, self._tokenizer, source = hub.load_model(loading.pop("model"), **loading)
+        self._label = source.label
+        self._fingerprint = fingerprint.of_loaded(self._model, source.stamps)
         if self.template is not None:
             self._tokenizer = templates.with_template(self._tokenizer, self.template)
         self._state = self._begun()
@@ -297,11 +297,11 @@ class _Adaptation:
 
     def _left(self, until: float = 1.0) -> float:
         """Seconds left of a share of the budget, or of what was added to a finished one."""
-        begun = self._state.begun_s
-        return begun + until * (self._state.budget_s - begun) - self._spent
+        start = self._state.begun_s
+        return start + until * (self._state.budget_s - start) - self._spent
 
-    def _say(self, words: str) -> None:
-        self.show(min(self._spent, self._state.budget_s), self._state.budget_s, words)
+    def _say(self, message: str) -> None:
+        self.show(min(self._spent, self._state.budget_s), self._state.budget_s, message)
 
     def _save(self) -> None:
         self._state.spent_s = self._spent
@@ -319,29 +319,29 @@ class _Adaptation:
         excluded = {n for q in load_suite() for turn in q.turns for n in selfgen.ngrams(turn)}
         made_from = asdict(options) | state.made_from
         writer = Writer(self.folder / TEXT, made_from, hub.machine())
-        done, fresh = writer.counts.total("answer_tokens"), 0
+        total, batch_tokens = writer.counts.total("answer_tokens"), 0
 
         def count(tokens: int) -> None:
-            nonlocal fresh
-            fresh += tokens
-            self._say(f"writing text: {done:,} answer tokens, {fresh:,} more in this batch")
+            nonlocal batch_tokens
+            batch_tokens += tokens
+            self._say(f"writing text: {total:,} answer tokens, {batch_tokens:,} more in this batch")
 
         author = selfgen.Author(backbone, self._tokenizer, options, count)
         self._save()
-        own = [turns for number, turns in enumerate(self.own) if number % 5]
-        prompts = author.prompts(self.recipe, self.passages, own)
+        questions = [turns for number, turns in enumerate(self.own) if number % 5]
+        prompts = author.prompts(self.recipe, self.passages, questions)
         propose = selfgen.here(selfgen.Written(author, prompts, excluded).propose)
         source = selfgen.Admission(options, writer.records(), excluded)
         try:
             while self._left(_TEXT_UNTIL) > 0.0 or not writer.batches:
                 counts = next(selfgen.write(source, writer, options, propose))
-                done, fresh = counts.total("answer_tokens"), 0
+                total, batch_tokens = counts.total("answer_tokens"), 0
                 self._save()
         except InvalidOption as error:
-            if not done:
+            if not total:
                 raise
             logger.warning("the text ends here: %s", error)
-        state.tokens = done
+        state.tokens = total
         self._save()
 
     def _batch_size(self, backbone: Backbone) -> int:
@@ -350,27 +350,27 @@ class _Adaptation:
         few, many = (self._timed_step(backbone, rows) for rows in (low, high))
         slope = max(0.0, (many - few) / (high - low))
         step = {rows: few + slope * (rows - low) for rows in _BATCHES}  # seconds
-        left = max(0.0, self._left(_TEXT_UNTIL))
-        fitting = [n for n in _BATCHES if _ROW_TOKENS * step[n] <= left / _LEAST_BATCHES]
-        rows = fitting[-1] if fitting else low
-        expected = 0.5 * rows / step[rows] * left
-        if expected < _HELPFUL:
+        seconds = max(0.0, self._left(_TEXT_UNTIL))
+        sizes = [n for n in _BATCHES if _ROW_TOKENS * step[n] <= seconds / _LEAST_BATCHES]
+        rows = sizes[-1] if sizes else low
+        tokens = 0.5 * rows / step[rows] * seconds
+        if tokens < _HELPFUL:
             logger.warning(
                 "the time may be too short: some %s answer tokens can be written, and heads began "
                 "to help from %s on. A larger --budget can follow later",
-                *(f"{count:,.0f}" for count in (expected, _HELPFUL)),
+                *(f"{count:,.0f}" for count in (tokens, _HELPFUL)),
             )
         return rows
 
     def _timed_step(self, backbone: Backbone, rows: int) -> float:
         for _ in range(2):
-            began, left = time.monotonic(), rows
+            began, remaining = time.monotonic(), rows
             texts = selfgen.Texts(backbone, watch=lambda _: None)
             for number in range(rows):
                 prompt = [number % backbone.vocab_size]
                 texts.add(selfgen.Ask(prompt, _STEPS, frozenset(), number, temperature=1.0))
-            while left:
-                left -= len(texts.step())
+            while remaining:
+                remaining -= len(texts.step())
         return (time.monotonic() - began) / _STEPS
 
     # --- features and heads
@@ -389,27 +389,27 @@ class _Adaptation:
         # hold out the last ones: rows of one batch may ask about the same articles
         count = min(max(_FEWEST + 2, len(answered) // 20), len(answered) // 4)
         held_out = answered[-max(1, count) :]
-        kept = {id(row) for row in held_out}
-        train = [row[1] for row in rows if id(row) not in kept]
+        held_ids = {id(row) for row in held_out}
+        train = [row[1] for row in rows if id(row) not in held_ids]
         backbone, options, most = self._backbone, self._fit_options(), CacheOptions().batch_tokens
-        spec, measured = (fit.feature_spec(backbone, options, measured=m) for m in (False, True))
+        spec, test_spec = (fit.feature_spec(backbone, options, measured=m) for m in (False, True))
         # heads need many steps: a small text is cut into small ones
         ids = sum(len(talk.ids) for talk in train)
         step = min(most, max(_LEAST_STEP, ids // _STEPS_EACH))
         size = ids * spec.bytes_per_token(backbone.hidden_size, backbone.dtype.itemsize)
         keep = size < psutil.virtual_memory().available / 2
-        others = StreamSource(backbone, measured, [row[1] for row in held_out], most, keep=True)
-        fitted = StreamSource(backbone, spec, train, step, keep=keep)
-        return Selection(fitted), Selection(others), held_out
+        test_set = StreamSource(backbone, test_spec, [row[1] for row in held_out], most, keep=True)
+        train_set = StreamSource(backbone, spec, train, step, keep=keep)
+        return Selection(train_set), Selection(test_set), held_out
 
     def _fit_options(self) -> FitOptions:
         return FitOptions(epochs=self._state.epochs or 1, checkpoint_steps=50, seed=self.text.seed)
 
     def _fit(self, train: Selection, held_out: Selection) -> None:
         """Fit for as many epochs as time allows, fewer if they take longer than expected."""
-        state, before, start = self._state, self.folder / BEFORE, None
-        if is_heads_folder(before):
-            start = heads_of(before, self._backbone, self._label)
+        state, folder, start = self._state, self.folder / BEFORE, None
+        if is_heads_folder(folder):
+            start = heads_of(folder, self._backbone, self._label)
         job = fit.Job(
             backbone=self._backbone,
             base_model=self._label,
@@ -426,35 +426,35 @@ class _Adaptation:
             self._say("fitting: timing a step")
             state.epochs = self._epochs(job)
             self._save()
-        begun = self._heads / hub.CHECKPOINT
-        job = replace(job, options=self._fit_options(), checkpoint=begun)
+        checkpoint = self._heads / hub.CHECKPOINT
+        job = replace(job, options=self._fit_options(), checkpoint=checkpoint)
         fitted = fit.fit(
             job,
-            lambda step, steps, words: self._say(f"fitting: step {step} of {steps}, {words}"),
+            lambda step, steps, note: self._say(f"fitting: step {step} of {steps}, {note}"),
             left=lambda: self._left(_FIT_UNTIL),
         )
         run = {"command": "adapt", "budget_s": state.budget_s, "base_model": self._label}
         records.write(self._heads, fitted, run | plain(job.options))
         state.fitted, state.seen = True, fitted.metrics["steps"] / len(train.indices)
         self._save()
-        begun.unlink(missing_ok=True)
+        checkpoint.unlink(missing_ok=True)
 
     def _epochs(self, job: fit.Job) -> int:
         answers, watch = job.train.source.answers, Stopwatch()
         few = [index for index in job.train.indices if answers[index]][:3]
-        one = Selection(job.validation.source, job.validation.indices[:1])
-        fit.fit(replace(job, train=Selection(job.train.source, few), validation=one), watch=watch)
+        probe = Selection(job.validation.source, job.validation.indices[:1])
+        fit.fit(replace(job, train=Selection(job.train.source, few), validation=probe), watch=watch)
         features, heads = (watch.seconds[part] / len(few) for part in ("features", "heads"))
         batches, others = len(job.train.indices), len(job.validation.indices)
-        left = max(self._left(_FIT_UNTIL), 0.0) - features * (batches + others)
-        return max(1, min(int(left / (heads * batches)), _MOST_EPOCHS))
+        seconds = max(self._left(_FIT_UNTIL), 0.0) - features * (batches + others)
+        return max(1, min(int(seconds / (heads * batches)), _MOST_EPOCHS))
 
     def _calibrate(self, held_out: Selection, families: Sequence[tuple[str, Conversation]]) -> None:
         """Calibrate, and measure agreement by the first word of the families' names."""
         self._say("calibrating")
         heads = heads_of(self._heads, self._backbone, self._label)
-        found = records.calibrate(heads, held_out, quick_costs(Backbone(self._model), heads))
-        records.write_calibration(heads, self._heads, found, {"data": TEXT})
+        calibration = records.calibrate(heads, held_out, quick_costs(Backbone(self._model), heads))
+        records.write_calibration(heads, self._heads, calibration, {"data": TEXT})
         kinds = {"all": [talk for _, talk in families]}
         for family, talk in families:
             kinds.setdefault(family.partition("-")[0], []).append(talk)
@@ -462,7 +462,7 @@ class _Adaptation:
         for kind, talks in kinds.items():
             source = StreamSource(self._backbone, spec, talks, batch_tokens)
             shares = fit.agreements(heads, Selection(source).batches()).values()
-            best = max(shares, key=lambda one: one.agreement)
+            best = max(shares, key=lambda share: share.agreement)
             self._state.agreement[kind] = best.positions, best.agreement
 
     # --- this machine
@@ -477,14 +477,14 @@ class _Adaptation:
             self._tune(speculator, tuning)
             state.tuned = True
             self._save()
-        found = tuned.read(speculator.backbone, speculator.heads)
-        speculator.options = own = speculator.options.updated(found)
-        state.drafts = own.speculate and own.uses("exit")
+        changes = tuned.read(speculator.backbone, speculator.heads)
+        speculator.options = settings = speculator.options.updated(changes)
+        state.drafts = settings.speculate and settings.uses("exit")
         for options in WAYS.values():  # each runs once before it is timed
             stats = self._answered(speculator, tuning[0], 8, options).stats
         step = max(stats.decode_s / max(1, stats.rounds), 1e-4)  # seconds
-        paid = 2 * len(WAYS) * _FEWEST * step  # prompts take time, too
-        tokens = int(min(_ANSWER, max(_LEAST_ANSWER, self._left() / paid)))
+        cost = 2 * len(WAYS) * _FEWEST * step  # prompts take time, too
+        tokens = int(min(_ANSWER, max(_LEAST_ANSWER, self._left() / cost)))
         for task, prompt in prompts[state.asked : _MOST]:
             if state.asked >= _FEWEST and self._left() < 0.0:
                 break
@@ -500,20 +500,20 @@ class _Adaptation:
         self, held_out: Sequence[Conversation]
     ) -> tuple[list[Prompt], list[tuple[str, Prompt]]]:
         """Prompts to tune on, from held-out text, and to compare on: own, held-out or suite."""
-        begun: list[Prompt] = [[*talk.ids[: talk.answers[0][0]]] for talk in held_out]
-        tuning = spread_out(begun, min(_TUNE_ON, max(1, len(begun) // 2)))
+        openings: list[Prompt] = [[*talk.ids[: talk.answers[0][0]]] for talk in held_out]
+        tuning = spread_out(openings, min(_TUNE_ON, max(1, len(openings) // 2)))
         if self.own:
             return tuning, [("your questions", turns[0]) for turns in self.own[::5]]
         if self.text.raw:
-            rest = [prompt for prompt in begun if prompt not in tuning] or begun
+            rest = [prompt for prompt in openings if prompt not in tuning] or openings
             return tuning, [
                 ("held out", prompt) for prompt in spread_out(rest, min(_MOST, len(rest)))
             ]
         tasks: dict[str, list[Prompt]] = {}
         for question in load_suite():
             tasks.setdefault(question.task, []).append(question.turns[0])
-        mixed = [(task, n, prompt) for task, ps in tasks.items() for n, prompt in enumerate(ps)]
-        return tuning, [(task, prompt) for task, _, prompt in sorted(mixed, key=lambda one: one[1])]
+        rows = [(task, n, prompt) for task, ps in tasks.items() for n, prompt in enumerate(ps)]
+        return tuning, [(task, prompt) for task, _, prompt in sorted(rows, key=lambda row: row[1])]
 
     def _tune(self, speculator: Speculator, prompts: Sequence[Prompt]) -> None:
         backbone, heads = speculator.backbone, speculator.heads
@@ -522,28 +522,28 @@ class _Adaptation:
         if (count := min(len(prompts), int(room / prompt_s))) < 2:
             return
         with suppress(InvalidOption):  # too few answers of several tokens to tune on
-            found = tune(
+            choice = tune(
                 speculator,
                 prompts[:count],
-                lambda done, total, words: self._say(f"tuning: {done} of {total} prompts, {words}"),
+                lambda done, total, note: self._say(f"tuning: {done} of {total} prompts, {note}"),
                 new_tokens=_ANSWER,
             )
-            tuned.write(backbone, heads, found.options, asdict(found))
+            tuned.write(backbone, heads, choice.options, asdict(choice))
 
     def _answered(
         self, speculator: Speculator, prompt: Prompt, tokens: int, options: dict[str, Any]
     ) -> Any:
-        more: Any = {"max_new_tokens": tokens, "raw": self.text.raw and isinstance(prompt, str)}
-        return speculator.generate(prompt, **options, **more, do_sample=False)
+        settings: Any = {"max_new_tokens": tokens, "raw": self.text.raw and isinstance(prompt, str)}
+        return speculator.generate(prompt, **options, **settings, do_sample=False)
 
     def _timed(self, speculator: Speculator, task: str, prompt: Prompt, tokens: int) -> Row:
         first = self._state.asked % len(WAYS)
         order = [*WAYS][first:] + [*WAYS][:first]
         answers = {way: self._answered(speculator, prompt, tokens, WAYS[way]) for way in order}
-        last, counts = answers["these heads"], [len(answers[way].token_ids) - 1 for way in WAYS]
+        by_heads, counts = answers["these heads"], [len(answers[way].token_ids) - 1 for way in WAYS]
         seconds = [  # texts may differ, and then in length, too
             answers[way].stats.decode_s * counts[-1] / max(1, count)
             for way, count in zip(WAYS, counts, strict=True)
         ]
         same = len({tuple(answer.token_ids) for answer in answers.values()}) == 1
-        return Row(task, counts[-1], seconds, last.stats.rounds, same)
+        return Row(task, counts[-1], seconds, by_heads.stats.rounds, same)
