@@ -61,9 +61,9 @@ class GgufHeader(NamedTuple):
     @property
     def described(self) -> int:
         """How many of the file's first bytes hold everything but the weights."""
-        rotations = [one for name, one in self.tensors.items() if name.startswith(_ROTATIONS)]
-        first = min(one.first for one in self.tensors.values())
-        return max([first, *(one.first + one.nbytes for one in rotations)])
+        rotations = [tensor for name, tensor in self.tensors.items() if name.startswith(_ROTATIONS)]
+        first = min(tensor.first for tensor in self.tensors.values())
+        return max([first, *(tensor.first + tensor.nbytes for tensor in rotations)])
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -94,28 +94,28 @@ class _Header:
         (version,) = self._numbers("I")
         if version not in (2, 3):
             raise InvalidData(f"it has version {version}, expected 2 or 3")
-        tensors, values = self._numbers("QQ")
-        self._require_room(values, 13, "values")  # a key's length, a byte, a type
-        self._require_room(tensors, 25, "tensors")
-        known = dict(self._pair() for _ in range(values))
-        if isinstance(parts := known.get("split.count"), int) and parts > 1:
+        tensor_count, value_count = self._numbers("QQ")
+        self._require_room(value_count, 13, "values")  # a key's length, a byte, a type
+        self._require_room(tensor_count, 25, "tensors")
+        fields = dict(self._pair() for _ in range(value_count))
+        if isinstance(parts := fields.get("split.count"), int) and parts > 1:
             raise InvalidData(f"it is one of {parts} files. Join them: llama-gguf-split --merge")
-        alignment = known.get("general.alignment", 32)
+        alignment = fields.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment not in {1 << n for n in range(21)}:
             raise InvalidData(f"its alignment is {alignment}, expected a power of two")
-        found = dict(self._tensor(alignment) for _ in range(tensors))
-        architecture = str(known.get("general.architecture"))
-        _check_sizes(architecture, known, [one.shape for one in found.values()])
+        entries = dict(self._tensor(alignment) for _ in range(tensor_count))
+        architecture = str(fields.get("general.architecture"))
+        _check_sizes(architecture, fields, [tensor.shape for tensor in entries.values()])
         begin = -(-self._at // alignment) * alignment
-        placed = {name: one._replace(first=begin + one.first) for name, one in found.items()}
-        end = max(one.first + one.nbytes for one in placed.values())
+        tensors = {name: t._replace(first=begin + t.first) for name, t in entries.items()}
+        end = max(tensor.first + tensor.nbytes for tensor in tensors.values())
         if end > self._size:
             raise InvalidData(f"its tensors end at byte {end} of {self._size}")
         start = f"{architecture}.rope.scaling."
-        said = {key.removeprefix(start): v for key, v in known.items() if key.startswith(start)}
-        if (factor := known.get(f"{architecture}.rope.scale_linear")) is not None:  # older files
-            said |= {"type": "linear", "factor": factor}
-        return GgufHeader(architecture, placed, said)
+        scaling = {key.removeprefix(start): v for key, v in fields.items() if key.startswith(start)}
+        if (factor := fields.get(f"{architecture}.rope.scale_linear")) is not None:  # older files
+            scaling |= {"type": "linear", "factor": factor}
+        return GgufHeader(architecture, tensors, scaling)
 
     def _pair(self) -> tuple[str, int | float | str | None]:
         key, (kind,) = self._name(), self._numbers("I")
@@ -198,26 +198,26 @@ class _Header:
         self._require_room(count, 1, "bytes")
         self._at += count
 
-    def _require_room(self, count: int, each: int, what: str) -> None:
-        left = self._size - self._at
-        if count * each > left:
-            raise InvalidData(f"it says that {count} {what} follow, where {left} bytes are left")
+    def _require_room(self, count: int, size: int, noun: str) -> None:
+        room = self._size - self._at
+        if count * size > room:
+            raise InvalidData(f"it says that {count} {noun} follow, where {room} bytes are left")
 
 
 def _check_sizes(
-    architecture: str, known: Mapping[str, object], shapes: Sequence[tuple[int, ...]]
+    architecture: str, fields: Mapping[str, object], shapes: Sequence[tuple[int, ...]]
 ) -> None:
     """Check the model's sizes against its tensors: missing weights would be made up."""
     if not shapes:
         raise InvalidData("it holds no tensors")
-    layers, width = (known.get(f"{architecture}.{key}") for key in _SIZES)
+    layers, width = (fields.get(f"{architecture}.{key}") for key in _SIZES)
     if not isinstance(layers, int) or not isinstance(width, int):
-        said = " and ".join(_SIZES)
-        raise InvalidData(f"it does not say {said} of its architecture {architecture}")
+        names = " and ".join(_SIZES)
+        raise InvalidData(f"it does not say {names} of its architecture {architecture}")
     lengths = {length for shape in shapes for length in shape}
     if not 1 <= layers <= len(shapes) or width not in lengths:
         raise InvalidData(f"its {len(shapes)} tensors are not {layers} layers of width {width}")
-    inner = known.get(f"{architecture}.feed_forward_length")
+    inner = fields.get(f"{architecture}.feed_forward_length")
     if isinstance(inner, int) and inner > _WIDEST * max(lengths):
         raise InvalidData(f"its tensors are too small for a feed_forward_length of {inner}")
 
@@ -250,9 +250,9 @@ def check_scales(gguf: Path, header: GgufHeader) -> None:
     for name, tensor in header.tensors.items():
         if tensor.kind not in FORMATS:
             continue
-        kept = FORMATS[tensor.kind]
-        blocks = data[tensor.first : tensor.first + tensor.nbytes].view(-1, kept.nbytes)
-        exponents = blocks[:, [place + 1 for place in kept.scales]]
+        layout = FORMATS[tensor.kind]
+        blocks = data[tensor.first : tensor.first + tensor.nbytes].view(-1, layout.nbytes)
+        exponents = blocks[:, [place + 1 for place in layout.scales]]
         if bool(((exponents & 0x7C) == 0x7C).any()):
             raise InvalidData(f"{name} has a scale that is not finite")
 
@@ -269,46 +269,46 @@ def add_scales(gguf: Path, header: GgufHeader, config: Path) -> None:
 
     Raises InvalidData for unknown kinds of scaling, ModelNotFound if transformers refuses them.
     """
-    before = config.read_text()
-    whole: dict[str, Any] = json.loads(before)
-    if whole.get("num_hidden_layers") == _27B.get(header.architecture, 0):  # files do not hold it
-        whole["query_pre_attn_scalar"] = whole["hidden_size"] // whole["num_attention_heads"]
-    _scale_rotations(whole, header, _mapped(gguf))
-    if whole != json.loads(before):
-        config.write_text(json.dumps(whole, indent=2))
+    text = config.read_text()
+    fields: dict[str, Any] = json.loads(text)
+    if fields.get("num_hidden_layers") == _27B.get(header.architecture, 0):  # files do not hold it
+        fields["query_pre_attn_scalar"] = fields["hidden_size"] // fields["num_attention_heads"]
+    _scale_rotations(fields, header, _mapped(gguf))
+    if fields != json.loads(text):
+        config.write_text(json.dumps(fields, indent=2))
         load_description(config.parent, f"{gguf} as GGUF")
 
 
-def _scale_rotations(whole: dict[str, Any], header: GgufHeader, data: Tensor) -> None:
-    said = header.scaling
-    factor, kind, made_for = map(said.get, ("factor", "type", "original_context_length"))
-    named = [name for name in header.tensors if name.startswith(_ROTATIONS)]
-    divisors = {name: _numbers(name, header.tensors[name], data) for name in named}
+def _scale_rotations(fields: dict[str, Any], header: GgufHeader, data: Tensor) -> None:
+    scaling = header.scaling
+    factor, kind, context = map(scaling.get, ("factor", "type", "original_context_length"))
+    names = [name for name in header.tensors if name.startswith(_ROTATIONS)]
+    divisors = {name: _numbers(name, header.tensors[name], data) for name in names}
     if kind in (None, "none") and not divisors and not factor:
         return
-    rope: dict[str, Any] = whole.get("rope_parameters") or {}
+    rope: dict[str, Any] = fields.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # other layers have no scaling
     if "rope_freqs.weight" in divisors:
         rope |= _as_llama_3(divisors["rope_freqs.weight"], rope)
-    elif kind in ("linear", "yarn") and not divisors and _is_plain(said):
+    elif kind in ("linear", "yarn") and not divisors and _is_plain(scaling):
         rope |= {"rope_type": kind, "factor": factor}
-        if made_for and kind == "yarn":
-            rope |= {"original_max_position_embeddings": made_for}
-    elif divisors.keys() == _LONGROPE.keys() and isinstance(made_for, int):
+        if context and kind == "yarn":
+            rope |= {"original_max_position_embeddings": context}
+    elif divisors.keys() == _LONGROPE.keys() and isinstance(context, int):
         rope |= {key: divisors[name].tolist() for name, key in _LONGROPE.items()}
-        size = whole["hidden_size"] // whole["num_attention_heads"]
+        size = fields["hidden_size"] // fields["num_attention_heads"]
         rope["partial_rotary_factor"] = 2 * len(rope["short_factor"]) / size
-        rope |= {"rope_type": "longrope", "original_max_position_embeddings": made_for}
-        whole["original_max_position_embeddings"] = made_for  # for Phi's config
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": context}
+        fields["original_max_position_embeddings"] = context  # for Phi's config
     else:
-        unknown = f"it scales rotations in an unknown way ({kind or ', '.join(divisors) or factor})"
-        raise InvalidData(f"{unknown}. Give the model's folder")
+        message = f"it scales rotations in an unknown way ({kind or ', '.join(divisors) or factor})"
+        raise InvalidData(f"{message}. Give the model's folder")
 
 
-def _is_plain(said: Mapping[str, Any]) -> bool:
+def _is_plain(scaling: Mapping[str, Any]) -> bool:
     """Whether a scaling has a usable factor, and no entry that would be ignored."""
-    factor, known = said.get("factor"), {"type", "factor", "original_context_length", "finetuned"}
-    return isinstance(factor, float) and 0 < factor < math.inf and said.keys() <= known
+    factor, keys = scaling.get("factor"), {"type", "factor", "original_context_length", "finetuned"}
+    return isinstance(factor, float) and 0 < factor < math.inf and scaling.keys() <= keys
 
 
 def _as_llama_3(divisors: Tensor, rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,14 +318,14 @@ def _as_llama_3(divisors: Tensor, rope: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not len(divisors):
         raise InvalidData("its rope_freqs.weight is empty. Give the model's folder")
-    found = {"factor": float(divisors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    found |= {"original_max_position_embeddings": 8192}
+    scaling = {"factor": float(divisors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 8192}
     turns = torch.arange(len(divisors)) / len(divisors)
     waves = 8192 * rope.get("rope_theta", 10000.0) ** -turns / (2 * math.pi)  # in those positions
     smooth = ((waves - 1.0) / 3.0).clamp(0.0, 1.0)
-    if not torch.allclose(divisors, 1 / ((1 - smooth) / found["factor"] + smooth), rtol=1e-3):
+    if not torch.allclose(divisors, 1 / ((1 - smooth) / scaling["factor"] + smooth), rtol=1e-3):
         raise InvalidData("it scales rotations unlike Llama 3. Give the model's folder")
-    return {"rope_type": "llama3", **found}
+    return {"rope_type": "llama3", **scaling}
 
 
 def load(
@@ -334,32 +334,32 @@ def load(
     """The model in `gguf`, in evaluation mode. Raises InvalidData for a file that does not fit."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    data, others = _mapped(gguf), dict[str, None]()  # formats that are de-quantised
+    data, formats = _mapped(gguf), dict[str, None]()  # formats that are de-quantised
     kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
     names = get_tensor_name_map(kinds[header.architecture], config.num_hidden_layers)
 
     def weight(name: str, shape: tuple[int, ...]) -> Tensor | None:
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        tensor = header.tensors.get(own or "")
-        if own is None or tensor is None:
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        tensor = header.tensors.get(gguf_name or "")
+        if gguf_name is None or tensor is None:
             return None
         if tensor.shape != shape:
-            raise InvalidData(f"{own} is {list(tensor.shape)}, expected {list(shape)}")
-        kept = data[tensor.first : tensor.first + tensor.nbytes]
-        rows = _rows(own, shape[0], header.architecture, config)
+            raise InvalidData(f"{gguf_name} is {list(tensor.shape)}, expected {list(shape)}")
+        blocks = data[tensor.first : tensor.first + tensor.nbytes]
+        rows = _rows(gguf_name, shape[0], header.architecture, config)
         if tensor.kind in FORMATS and len(shape) == 2:
-            return QuantisedWeight(kept.view(shape[0], -1), FORMATS[tensor.kind], dtype, rows)
+            return QuantisedWeight(blocks.view(shape[0], -1), FORMATS[tensor.kind], dtype, rows)
         if tensor.kind not in ("F32", "F16", "BF16"):
-            others[tensor.kind] = None
-        found = _numbers(own, tensor, data)
-        if "norm" in own:
-            found = found - _ADDED_TO_NORMS.get(header.architecture, 0.0)
-        return found.to(dtype) if rows is None else found.to(dtype)[rows]
+            formats[tensor.kind] = None
+        numbers = _numbers(gguf_name, tensor, data)
+        if "norm" in gguf_name:
+            numbers = numbers - _ADDED_TO_NORMS.get(header.architecture, 0.0)
+        return numbers.to(dtype) if rows is None else numbers.to(dtype)[rows]
 
     model = assemble(config, dtype, attn, weight)
-    if others:
-        said = "%s keeps some weights as %s, which are de-quantised"
-        logger.debug(said, gguf.name, ", ".join(others))
+    if formats:
+        message = "%s keeps some weights as %s, which are de-quantised"
+        logger.debug(message, gguf.name, ", ".join(formats))
     return model
 
 
@@ -367,15 +367,15 @@ def _numbers(name: str, tensor: GgufTensor, data: Tensor) -> Tensor:
     """De-quantise a tensor of a file's `data` to float32."""
     from gguf import GGMLQuantizationType, dequantize
 
-    kept = data[tensor.first : tensor.first + tensor.nbytes].numpy()
+    blocks = data[tensor.first : tensor.first + tensor.nbytes].numpy()
     try:
-        values = dequantize(kept, GGMLQuantizationType[tensor.kind])
+        values = dequantize(blocks, GGMLQuantizationType[tensor.kind])
     except NotImplementedError as error:
         raise InvalidData(f"{name} is {tensor.kind}, which nothing here can read") from error
-    found = torch.from_numpy(np.array(values, dtype=np.float32)).view(tensor.shape)
-    if not bool(found.isfinite().all()):
+    numbers = torch.from_numpy(np.array(values, dtype=np.float32)).view(tensor.shape)
+    if not bool(numbers.isfinite().all()):
         raise InvalidData(f"{name} holds numbers that are not finite")
-    return found
+    return numbers
 
 
 def _rows(name: str, count: int, architecture: str, config: PreTrainedConfig) -> Tensor | None:

@@ -30,9 +30,9 @@ class Tensors(dict[str, Any]):
     """The open file of each tensor, by name, for a folder that was checked."""
 
     def __init__(self, folder: Path) -> None:
-        for file in weight_files(folder):
-            opened = safe_open(file, framework="pt")
-            self |= dict.fromkeys(opened.keys(), opened)  # type: ignore[no-untyped-call]
+        for path in weight_files(folder):
+            file = safe_open(path, framework="pt")
+            self |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
 
     def read(
         self,
@@ -43,15 +43,15 @@ class Tensors(dict[str, Any]):
         """Read a tensor of this shape; None stands for any length. Raises InvalidData."""
         if name not in self:
             raise InvalidData(f"it lacks {name}")
-        found: Tensor = self[name].get_tensor(name)
+        tensor: Tensor = self[name].get_tensor(name)
         if shape is not None:
-            pairs = zip(shape, found.shape, strict=False)
-            if len(shape) != found.dim() or any(want not in (None, has) for want, has in pairs):
-                asked = ", ".join("any" if length is None else str(length) for length in shape)
-                raise InvalidData(f"{name} is {list(found.shape)}, expected [{asked}]")
-        if dtype is not None and found.dtype != dtype:
-            raise InvalidData(f"{name} holds {found.dtype}, expected {dtype}")
-        return found
+            pairs = zip(shape, tensor.shape, strict=False)
+            if len(shape) != tensor.dim() or any(want not in (None, has) for want, has in pairs):
+                expected = ", ".join("any" if length is None else str(length) for length in shape)
+                raise InvalidData(f"{name} is {list(tensor.shape)}, expected [{expected}]")
+        if dtype is not None and tensor.dtype != dtype:
+            raise InvalidData(f"{name} holds {tensor.dtype}, expected {dtype}")
+        return tensor
 
 
 class Grouped(NamedTuple):
@@ -101,17 +101,17 @@ def load(
     def weight(name: str, shape: tuple[int, ...]) -> Tensor | None:
         layer = name.removesuffix(".weight")
         if len(shape) == 2 and f"{layer}{method.mark}" in tensors:
-            found = method.read(tensors, layer, (shape[0], shape[1]))
-            _check(found, layer)
+            grouped = method.read(tensors, layer, (shape[0], shape[1]))
+            _check(grouped, layer)
             quantised.append(layer)
-            kept = _as_blocks(found, method.bits, dtype) if blocks else None
-            return _as_numbers(found, dtype) if kept is None else kept
+            block_weight = _as_blocks(grouped, method.bits, dtype) if blocks else None
+            return _as_numbers(grouped, dtype) if block_weight is None else block_weight
         if name not in tensors:
             return None
-        plain = tensors.read(name, shape)
-        if not plain.is_floating_point():
-            raise InvalidData(f"{name} holds {plain.dtype}, expected numbers that are not whole")
-        return plain.to(dtype)
+        tensor = tensors.read(name, shape)
+        if not tensor.is_floating_point():
+            raise InvalidData(f"{name} holds {tensor.dtype}, expected numbers that are not whole")
+        return tensor.to(dtype)
 
     model = assemble(config, dtype, attention, weight)
     if not quantised:
@@ -119,29 +119,29 @@ def load(
     return model
 
 
-def _as_numbers(found: Grouped, dtype: torch.dtype) -> Tensor:
+def _as_numbers(grouped: Grouped, dtype: torch.dtype) -> Tensor:
     """[out, in] in `dtype`. The products are exact in float32: 11 bits by 8."""
-    counted = found.quants.to(torch.int16) - found.zeros[:, found.group_of]
-    return (counted.float() * found.scales.float()[:, found.group_of]).to(dtype)
+    offsets = grouped.quants.to(torch.int16) - grouped.zeros[:, grouped.group_of]
+    return (offsets.float() * grouped.scales.float()[:, grouped.group_of]).to(dtype)
 
 
 # --- how each method keeps weights
 
 
-def _known_bits(said: object) -> int:
+def _known_bits(bits: object) -> int:
     """The number of bits; 0 if it is not supported."""
-    return said if isinstance(said, int) and said in _BITS else 0
+    return bits if isinstance(bits, int) and bits in _BITS else 0
 
 
-def _gptq(said: Mapping[str, Any]) -> Method:
-    bits, kept = _known_bits(said.get("bits")), said.get("checkpoint_format", "gptq")
-    rules = said.get("dynamic") or {}
+def _gptq(config: Mapping[str, Any]) -> Method:
+    bits, form = _known_bits(config.get("bits")), config.get("checkpoint_format", "gptq")
+    rules = config.get("dynamic") or {}
     skip = isinstance(rules, dict) and all(rule.startswith("-:") for rule in rules)  # whole layers
-    if not bits or kept not in ("gptq", "gptq_v2") or not skip:
+    if not bits or form not in ("gptq", "gptq_v2") or not skip:
         raise ValueError(
-            f"GPTQ of {said.get('bits')} bits as {kept}, or by layer, is not read here"
+            f"GPTQ of {config.get('bits')} bits as {form}, or by layer, is not read here"
         )
-    read = partial(_read_gptq, bits=bits, added=int(kept == "gptq"))
+    read = partial(_read_gptq, bits=bits, added=int(form == "gptq"))
     return Method(bits, ".qweight", read)
 
 
@@ -158,12 +158,12 @@ def _read_gptq(
     else:
         groups = _equal_groups(layer, inner, len(scales))
     ones = ((1 << 32) - 1) // ((1 << bits) - 1)  # added to whole words: a zero may have borrowed
-    counted = _unpacked(zeros + added * ones, bits).T.to(torch.int16)
-    return Grouped(_unpacked(words.T, bits), scales.T, counted, groups)
+    zero_points = _unpacked(zeros + added * ones, bits).T.to(torch.int16)
+    return Grouped(_unpacked(words.T, bits), scales.T, zero_points, groups)
 
 
-def _awq(said: Mapping[str, Any]) -> Method:
-    bits, version = said.get("bits"), str(said.get("version", "gemm")).lower()
+def _awq(config: Mapping[str, Any]) -> Method:
+    bits, version = config.get("bits"), str(config.get("version", "gemm")).lower()
     if _known_bits(bits) != 4 or version != "gemm":
         raise ValueError(f"AWQ of {bits} bits as {version} is not read here")
     return Method(4, ".qweight", _read_awq)
@@ -174,36 +174,36 @@ def _read_awq(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped:
     words = tensors.read(f"{layer}.qweight", (inner, out // 8), torch.int32)
     scales = tensors.read(f"{layer}.scales", (None, out))
     zeros = tensors.read(f"{layer}.qzeros", (len(scales), out // 8), torch.int32)
-    quants, counted = (
+    quants, zero_points = (
         _unpacked(part, 4).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1).T
         for part in (words, zeros)
     )
     groups = _equal_groups(layer, inner, len(scales))
-    return Grouped(quants, scales.T, counted.to(torch.int16), groups)
+    return Grouped(quants, scales.T, zero_points.to(torch.int16), groups)
 
 
-def _compressed(said: Mapping[str, Any]) -> Method:
-    schemes = [_fields(scheme) for scheme in _fields(said.get("config_groups")).values()]
+def _compressed(config: Mapping[str, Any]) -> Method:
+    schemes = [_fields(scheme) for scheme in _fields(config.get("config_groups")).values()]
     weights = [_fields(scheme.get("weights")) for scheme in schemes]
-    bits = {_known_bits(kept.get("num_bits")) for kept in weights}
-    formats = {scheme.get("format") or said.get("format") for scheme in schemes}
-    changed = [said.get("kv_cache_scheme"), said.get("transform_config")]
-    changed += [
-        scheme.get(f"{where}_activations") for scheme in schemes for where in ("input", "output")
+    widths = {_known_bits(weight.get("num_bits")) for weight in weights}
+    formats = {scheme.get("format") or config.get("format") for scheme in schemes}
+    extras = [config.get("kv_cache_scheme"), config.get("transform_config")]
+    extras += [
+        scheme.get(f"{side}_activations") for scheme in schemes for side in ("input", "output")
     ]
-    sparse = _fields(said.get("sparsity_config") or {}).get("format", "dense")
-    if any(changed) or sparse != "dense":
+    sparsity = _fields(config.get("sparsity_config") or {}).get("format", "dense")
+    if any(extras) or sparsity != "dense":
         raise ValueError("it quantises or transforms more than weights")
-    whole = all(kept.get("type", "int") == "int" for kept in weights)
-    known = all(kept.get("strategy") in ("group", "channel", "tensor") for kept in weights)
-    if len(bits) != 1 or 0 in bits or len(formats) != 1 or not (whole and known):
+    integers = all(weight.get("type", "int") == "int" for weight in weights)
+    grouped = all(weight.get("strategy") in ("group", "channel", "tensor") for weight in weights)
+    if len(widths) != 1 or 0 in widths or len(formats) != 1 or not (integers and grouped):
         raise ValueError("it has other weights than 4 or 8 bits by group, channel or tensor")
-    (kept_bits,), (form,) = bits, formats
+    (bits,), (form,) = widths, formats
     if form == "pack-quantized":
-        return Method(kept_bits, ".weight_packed", partial(_read_packed, bits=kept_bits))
-    if form in ("int-quantized", "naive-quantized") and kept_bits == 8:
+        return Method(bits, ".weight_packed", partial(_read_packed, bits=bits))
+    if form in ("int-quantized", "naive-quantized") and bits == 8:
         return Method(8, ".weight_scale", _read_bytes)
-    raise ValueError(f"weights of {kept_bits} bits as {form} are not read here")
+    raise ValueError(f"weights of {bits} bits as {form} are not read here")
 
 
 def _read_packed(tensors: Tensors, layer: str, shape: tuple[int, int], *, bits: int) -> Grouped:
@@ -239,12 +239,12 @@ def _scales(tensors: Tensors, layer: str, shape: tuple[int, int]) -> tuple[Tenso
 
 def _of_outputs(tensors: Tensors, name: str, out: int, dtype: torch.dtype | None = None) -> Tensor:
     """[out, groups]; one value may stand for all outputs."""
-    found = tensors.read(name, None, dtype)
-    if found.numel() == 1:
-        return found.view(1, 1).expand(out, 1)
-    if found.dim() != 2:
-        raise InvalidData(f"{name} is {list(found.shape)}, expected [{out}, any]")
-    return found
+    tensor = tensors.read(name, None, dtype)
+    if tensor.numel() == 1:
+        return tensor.view(1, 1).expand(out, 1)
+    if tensor.dim() != 2:
+        raise InvalidData(f"{name} is {list(tensor.shape)}, expected [{out}, any]")
+    return tensor
 
 
 def _equal_groups(layer: str, inner: int, count: int) -> Tensor:
@@ -265,39 +265,39 @@ def _fields(value: object) -> Mapping[str, Any]:
     return value
 
 
-def _check(found: Grouped, layer: str) -> None:
-    out, groups = len(found.quants), found.scales.shape[-1]
-    if found.scales.shape != (out, groups) or found.zeros.shape != (out, groups):
-        shapes = [list(part.shape) for part in (found.scales, found.zeros)]
+def _check(grouped: Grouped, layer: str) -> None:
+    out, groups = len(grouped.quants), grouped.scales.shape[-1]
+    if grouped.scales.shape != (out, groups) or grouped.zeros.shape != (out, groups):
+        shapes = [list(part.shape) for part in (grouped.scales, grouped.zeros)]
         raise InvalidData(f"{layer} has scales and zeros of {shapes[0]} and {shapes[1]}")
-    if not bool(((found.group_of >= 0) & (found.group_of < groups)).all()):
+    if not bool(((grouped.group_of >= 0) & (grouped.group_of < groups)).all()):
         raise InvalidData(f"{layer} has inputs in groups that do not exist")
-    if not found.scales.is_floating_point() or not bool(found.scales.isfinite().all()):
+    if not grouped.scales.is_floating_point() or not bool(grouped.scales.isfinite().all()):
         raise InvalidData(f"{layer} has a scale that is not finite")
 
 
 # --- blocks
 
 
-def _as_blocks(found: Grouped, bits: int, dtype: torch.dtype) -> QuantisedWeight | None:
+def _as_blocks(grouped: Grouped, bits: int, dtype: torch.dtype) -> QuantisedWeight | None:
     """The same in blocks of GROUP inputs; None if scales differ in a block or are no float16."""
-    out, inner = found.quants.shape
+    out, inner = grouped.quants.shape
     if inner % GROUP:
         return None
-    by_block = found.group_of.view(-1, GROUP)
-    halves, places = found.scales.to(torch.float16), by_block[:, 0]
-    alike = bool((by_block == places[:, None]).all())
-    if not alike or not torch.equal(halves.float(), found.scales.float()):
+    by_block = grouped.group_of.view(-1, GROUP)
+    halves, groups = grouped.scales.to(torch.float16), by_block[:, 0]
+    alike = bool((by_block == groups[:, None]).all())
+    if not alike or not torch.equal(halves.float(), grouped.scales.float()):
         return None
-    usual = 1 << (bits - 1)
-    parts = [halves[:, places, None].contiguous().view(torch.uint8)]
+    middle = 1 << (bits - 1)
+    parts = [halves[:, groups, None].contiguous().view(torch.uint8)]
     kind = FORMATS["Q4_0" if bits == 4 else "Q8_0"]
-    if bool((zeros := found.zeros - usual).any()):
+    if bool((zeros := grouped.zeros - middle).any()):
         if not bool((zeros.to(torch.int8) == zeros).all()):
             return None
-        parts.append(zeros[:, places, None].to(torch.int8).view(torch.uint8))
+        parts.append(zeros[:, groups, None].to(torch.int8).view(torch.uint8))
         kind = ZEROED[bits]
-    quants = found.quants.reshape(out, -1, GROUP)
+    quants = grouped.quants.reshape(out, -1, GROUP)
     low, high = quants[..., : GROUP // 2], quants[..., GROUP // 2 :]
     parts.append(low | high << 4 if bits == 4 else quants ^ 128)
     return QuantisedWeight(torch.cat(parts, -1).flatten(1), kind, dtype)

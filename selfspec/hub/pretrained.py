@@ -52,8 +52,8 @@ def check_model_folder(folder: Path) -> Shapes:
     configs = {name: read_json(folder / name) for name in _OBJECTS if (folder / name).exists()}
     for name, values in configs.items():
         if not isinstance(values, dict):
-            held = hint_name(type(values))
-            raise InvalidData(f"{folder / name} holds {held}, expected an object")
+            kind = hint_name(type(values))
+            raise InvalidData(f"{folder / name} holds {kind}, expected an object")
     plain = configs["config.json"].get("quantization_config") is None
     shapes = {name: shape for file in weight_files(folder) for name, shape in _shapes(file, plain)}
     check_sizes(configs["config.json"], shapes)
@@ -80,9 +80,9 @@ def check_sizes(config: dict[str, Any], shapes: Shapes) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that transformers reads: one, those of an index, or all. Raises InvalidData."""
-    one, path = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if one.is_file():
-        return [one]
+    file, path = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if file.is_file():
+        return [file]
     if not path.exists():
         return sorted(folder.glob("*.safetensors"))
     index = read_json(path)
@@ -137,14 +137,14 @@ def load(source: str, **options: Any) -> tuple[Any, Any]:
             check_sizes(config.to_dict(), check_model_folder(folder))
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         safe = {"use_safetensors": True, "trust_remote_code": False}
-        model, found = read(source, output_loading_info=True, **safe, **options)
-    _require_all(source, found)
+        model, info = read(source, output_loading_info=True, **safe, **options)
+    _require_all(source, info)
     return model, tokenizer
 
 
-def _require_all(source: object, found: dict[str, Any]) -> None:
+def _require_all(source: object, info: dict[str, Any]) -> None:
     """Raise ModelNotFound for weights that transformers did not find, and made at random."""
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise ModelNotFound(
             f"{source} lacks {len(missing)} weights, {missing[0]} among them. Is the file whole?"
         )
@@ -169,18 +169,18 @@ def _reading(failed: str, *, bars: bool = False) -> Iterator[None]:
         raise ModelNotFound(f"{failed}: {reason}") from error
 
 
-def _require_known_method(said: Any) -> None:
+def _require_known_method(config: Any) -> None:
     """Raise InvalidData for a quantization_config that transformers would ignore."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
 
-    if said is None:
+    if config is None:
         return
-    if not isinstance(said, dict):
-        held = hint_name(type(said))
-        raise InvalidData(f"its quantization_config holds {held}, expected an object")
-    if said.get("load_in_8bit") or said.get("load_in_4bit"):
+    if not isinstance(config, dict):
+        kind = hint_name(type(config))
+        raise InvalidData(f"its quantization_config holds {kind}, expected an object")
+    if config.get("load_in_8bit") or config.get("load_in_4bit"):
         return
-    method = said.get("quant_method")
+    method = config.get("quant_method")
     if not isinstance(method, str) or method not in KNOWN:
         raise InvalidData(
             f"its quantization_config names {shown(method)}, which is not supported. Expected "
@@ -193,17 +193,17 @@ def convert_gguf(gguf: Path, out: Path, dtype: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    said = "de-quantising %s to %s, once, into %s. The weights keep their quantised values"
-    logger.info(said, gguf.name, dtype, cache_folder() / "models")
+    message = "de-quantising %s to %s, once, into %s. The weights keep their quantised values"
+    logger.info(message, gguf.name, dtype, cache_folder() / "models")
     # dequantize=True drops the quantiser, which otherwise forbids save_pretrained
     options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
     options |= {"dtype": torch.float32, "output_loading_info": True}
     read: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
     reader = _reader_with("tqdm", lambda bar: functools.partial(bar, disable=True))
     with _reading(f"cannot read {gguf} as GGUF"), reader:
-        model, found = read(gguf.parent, gguf_file=gguf.name, **options)
+        model, info = read(gguf.parent, gguf_file=gguf.name, **options)
         _write_tokenizer(gguf, out)
-    _require_all(gguf, found)
+    _require_all(gguf, info)
     with quiet_transformers():
         model.to(getattr(torch, dtype)).save_pretrained(out)
 
@@ -224,13 +224,13 @@ _READER = Lock()  # else one thread could restore the replacement that another o
 @contextlib.contextmanager
 def _reader_with(name: str, made: Callable[[Any], Any]) -> Iterator[None]:
     """Replace `name` in transformers' GGUF reader by what `made` makes of it, during the block."""
-    with _READER, contextlib.ExitStack() as behind:
+    with _READER, contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, AttributeError):  # newer ones may lack it
             from transformers import modeling_gguf_pytorch_utils as reader
 
-            before = getattr(reader, name)
-            behind.callback(setattr, reader, name, before)
-            setattr(reader, name, made(before))
+            original = getattr(reader, name)
+            stack.callback(setattr, reader, name, original)
+            setattr(reader, name, made(original))
         yield
 
 
@@ -239,8 +239,8 @@ def _once(parse: Callable[..., Any]) -> Callable[..., Any]:
 
     Each call parses the whole vocabulary: 8 s of CPU time for 128,000 tokens.
     """
-    found = functools.cache(parse)
-    return lambda *of, **options: copy.deepcopy(found(*of, **options))
+    cached = functools.cache(parse)
+    return lambda *args, **options: copy.deepcopy(cached(*args, **options))
 
 
 def _write_tokenizer(gguf: Path, out: Path) -> None:
@@ -248,20 +248,20 @@ def _write_tokenizer(gguf: Path, out: Path) -> None:
     from tokenizers import decoders
     from transformers import AutoTokenizer, __version__
 
-    made = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if "ByteLevel" in repr(made.backend_tokenizer.pre_tokenizer):
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    if "ByteLevel" in repr(tokenizer.backend_tokenizer.pre_tokenizer):
         # 5.17 decodes as SentencePiece first, and grammars then misread the spaces of tokens
-        made.backend_tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     for name in ("bos_token", "eos_token", "pad_token"):  # 5.17 takes Llama's first as last, too
-        if (place := made.init_kwargs.get(f"{name}_id")) is not None:
-            setattr(made, name, made.convert_ids_to_tokens(place))
-    made.save_pretrained(out)
-    found, words = AutoTokenizer.from_pretrained(out), "one two"  # as it will be read
-    ids = found(words)["input_ids"]
-    lost = " " not in str(found.decode(ids, skip_special_tokens=True)).strip()  # Phi's
-    if lost or (len(ids) >= len(words) and {"one", "▁one"} & found.get_vocab().keys()):  # Gemma's
-        said = f"transformers {__version__} reads {words!r} as {found.convert_ids_to_tokens(ids)}"
-        raise ValueError(f"{said}. A newer version may be right; else give the model's folder")
+        if (token_id := tokenizer.init_kwargs.get(f"{name}_id")) is not None:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token_id))
+    tokenizer.save_pretrained(out)
+    saved, text = AutoTokenizer.from_pretrained(out), "one two"  # as it will be read
+    ids = saved(text)["input_ids"]
+    lost = " " not in str(saved.decode(ids, skip_special_tokens=True)).strip()  # Phi's
+    if lost or (len(ids) >= len(text) and {"one", "▁one"} & saved.get_vocab().keys()):  # Gemma's
+        reason = f"transformers {__version__} reads {text!r} as {saved.convert_ids_to_tokens(ids)}"
+        raise ValueError(f"{reason}. A newer version may be right; else give the model's folder")
 
 
 def load_description(folder: Path, name: str = "") -> tuple[Any, Any]:
@@ -277,10 +277,10 @@ def quantisation_of(source: str) -> Any:
     """The quantization_config of a folder or a hub id; None if it is missing or out of reach."""
     from huggingface_hub import hf_hub_download
 
-    folder = Path(source)
+    path = Path(source)
     try:
-        file = folder if folder.is_dir() else Path(hf_hub_download(source, "config.json")).parent
-        config = read_json(file / "config.json")
+        folder = path if path.is_dir() else Path(hf_hub_download(source, "config.json")).parent
+        config = read_json(folder / "config.json")
     except (OSError, ValueError, InvalidData):  # those of the hub are OSErrors and ValueErrors
         return None  # loading the model reports the error
     return config.get("quantization_config") if isinstance(config, dict) else None
@@ -298,8 +298,8 @@ def load_parts(source: str) -> tuple[Path, Any, Any, Any]:
         shapes = check_model_folder(folder)
         config, tokenizer = load_description(folder)
         check_sizes(config.to_dict(), shapes)
-        said = (folder / "generation_config.json").is_file()
-        generation = GenerationConfig.from_pretrained(folder) if said else None
+        has_generation = (folder / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(folder) if has_generation else None
         return folder, config, tokenizer, generation
 
 
@@ -309,7 +309,7 @@ def quiet_transformers(*, bars: bool = False) -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
     control: Any = transformers_logging  # its functions carry no types
-    level, shown = control.get_verbosity(), control.is_progress_bar_enabled()
+    level, had_bars = control.get_verbosity(), control.is_progress_bar_enabled()
     control.set_verbosity(control.CRITICAL)
     if not bars:
         control.disable_progress_bar()
@@ -317,7 +317,7 @@ def quiet_transformers(*, bars: bool = False) -> Iterator[None]:
         yield
     finally:
         control.set_verbosity(level)
-        if shown:
+        if had_bars:
             control.enable_progress_bar()
 
 
@@ -355,16 +355,16 @@ def assemble(
 
     missing = []
     for name, shape in [(name, tuple(empty.shape)) for name, empty in model.named_parameters()]:
-        if (found := weight(name, shape)) is None:
+        if (tensor := weight(name, shape)) is None:
             missing.append(name)
         else:
-            place(name, Parameter(found, requires_grad=False))
+            place(name, Parameter(tensor, requires_grad=False))
     for name in model.state_dict().keys() & dict(model.named_buffers()).keys():  # Gemma 4's scales
         buffer = model.get_buffer(name)
-        if (found := weight(name, tuple(buffer.shape))) is None:
+        if (tensor := weight(name, tuple(buffer.shape))) is None:
             missing.append(name)
         else:
-            buffer.copy_(found)
+            buffer.copy_(tensor)
     if config.tie_word_embeddings:
         missing = [name for name in missing if name != _OUTPUT]
         embedding: Any = model.get_input_embeddings()
@@ -376,11 +376,11 @@ def assemble(
     return model
 
 
-def _as_numbers(_model: nn.Module, state: dict[str, Any], _prefix: str, _more: Any) -> None:
+def _as_numbers(_model: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
     """Replace blocks in a state dict by their numbers, tied ones by one tensor."""
     from selfspec.model.weights import QuantisedWeight
 
-    made: dict[int, Tensor] = {}
+    numbers: dict[int, Tensor] = {}
     for name, weight in state.items():  # with keep_vars they stay parameters
         if isinstance(weight, QuantisedWeight) and not hasattr(weight, "_is_param"):
-            state[name] = made.setdefault(weight.blocks.data_ptr(), weight.expanded())
+            state[name] = numbers.setdefault(weight.blocks.data_ptr(), weight.expanded())
