@@ -62,9 +62,9 @@ class FeatureSpec:
 
     @property
     def names(self) -> set[str]:
-        found = {"following", "continues", "answers", "top_ids", "top_log_probs"}
-        found |= {f"hidden.{n}" for n in self.layers}
-        return found | {"deep"} if self.deep else found
+        names = {"following", "continues", "answers", "top_ids", "top_log_probs"}
+        names |= {f"hidden.{n}" for n in self.layers}
+        return names | {"deep"} if self.deep else names
 
     def bytes_per_token(self, hidden_size: int, element_size: int) -> int:
         """Bytes of one position in memory and on disk; `element_size`: of a hidden value."""
@@ -141,22 +141,22 @@ def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
     ids = batch.ids.to(backbone.device)
     device = backbone.unembedding.weight.device
     predicts = batch.predicts.to(device)
-    kept = batch.known.to(device) if spec.everywhere else predicts
+    mask = batch.known.to(device) if spec.everywhere else predicts
     # with causal attention, right padding needs no mask: no position of a text can see it
     with evaluation(backbone.model), torch.no_grad():
-        states = zip(stops, backbone.states(ids, stops), strict=True)
-        found = {layer: state.to(device) for layer, state in states}
-        last_output, deep = found[backbone.num_layers], None
+        pairs = zip(stops, backbone.states(ids, stops), strict=True)
+        states = {layer: state.to(device) for layer, state in pairs}
+        last_output, deep = states[backbone.num_layers], None
         if spec.deep:
             normed = backbone.unembedding.norm(last_output)
-            beside = [found[layer].to(normed) for layer in spec.states]
-            deep = _shifted(torch.cat([normed, *beside], dim=-1))[kept]
-        top_ids, top_log_probs = _top(backbone, last_output[kept], spec.top_k)
+            extras = [states[layer].to(normed) for layer in spec.states]
+            deep = _shifted(torch.cat([normed, *extras], dim=-1))[mask]
+        top_ids, top_log_probs = _top(backbone, last_output[mask], spec.top_k)
     return Features(
-        hidden={layer: found[layer][kept] for layer in spec.layers},
-        following=batch.ids.roll(-1, dims=1).to(device)[kept],
-        continues=(kept & _shifted(kept))[kept],
-        answers=predicts[kept],
+        hidden={layer: states[layer][mask] for layer in spec.layers},
+        following=batch.ids.roll(-1, dims=1).to(device)[mask],
+        continues=(mask & _shifted(mask))[mask],
+        answers=predicts[mask],
         top_ids=top_ids,
         top_log_probs=top_log_probs,
         deep=deep,
@@ -176,9 +176,9 @@ def _top(backbone: Backbone, last_output: Tensor, count: int) -> tuple[Tensor, T
 
 def _shifted(values: Tensor) -> Tensor:
     """Move [B, T, ...] one position later; zeros come first."""
-    later = values.roll(1, dims=1)
-    later[:, 0] = 0
-    return later
+    shifted = values.roll(1, dims=1)
+    shifted[:, 0] = 0
+    return shifted
 
 
 class StreamSource:
@@ -200,22 +200,22 @@ class StreamSource:
         self.plan = plan_batches(conversations, batch_tokens)
         self._kept: dict[tuple[int, int, int], Features] = {}
         self.answers = [sum(len(entry.answer_ids) for entry in group) for group in self.plan]
-        everywhere = [sum(len(entry.ids) - 1 for entry in group) for group in self.plan]
-        self.sizes = everywhere if spec.everywhere else self.answers
+        positions = [sum(len(entry.ids) - 1 for entry in group) for group in self.plan]
+        self.sizes = positions if spec.everywhere else self.answers
         self.conversations = [len(group) for group in self.plan]
-        found = hashlib.sha256()
+        sha = hashlib.sha256()
         for group in self.plan:
-            found.update("".join(repr((one.ids, one.answers)) for one in group).encode() + b"|")
-        self.digest = found.hexdigest()  # of all ids, answers and batch boundaries
+            sha.update("".join(repr((t.ids, t.answers)) for t in group).encode() + b"|")
+        self.digest = sha.hexdigest()  # of all ids, answers and batch boundaries
 
     def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
         """Features of batch `index`, or of every `count`-th text of it from `number` on."""
-        if (kept := self._kept.get((index, number, count))) is not None:
-            return kept
-        found = features(self.backbone, self.spec, pad_batch(self.plan[index][number::count]))
+        if (cached := self._kept.get((index, number, count))) is not None:
+            return cached
+        computed = features(self.backbone, self.spec, pad_batch(self.plan[index][number::count]))
         if self._keep:
-            self._kept[index, number, count] = found
-        return found
+            self._kept[index, number, count] = computed
+        return computed
 
     def token_counts(self) -> Counter[int]:
         """How often each token occurs in answers."""
@@ -248,19 +248,19 @@ class Selection:
 
         Processes take whole batches in turn, and share the texts of those that are left over.
         """
-        whole = len(self.indices) // count * count
-        yield from map(self.source.batch, self.indices[number:whole:count])
-        for index in self.indices[whole:]:
+        end = len(self.indices) // count * count
+        yield from map(self.source.batch, self.indices[number:end:count])
+        for index in self.indices[end:]:
             if number < self.source.conversations[index]:
                 yield self.source.batch(index, number, count)
 
     def limited(self, max_tokens: int) -> Selection:
         """Random batches with at least `max_tokens` answer tokens, or all batches."""
-        drawn, count = torch.Generator().manual_seed(0), len(self.indices)
-        order = [self.indices[i] for i in torch.randperm(count, generator=drawn).tolist()]
-        before = itertools.accumulate((self.source.answers[i] for i in order), initial=0)
+        rng, count = torch.Generator().manual_seed(0), len(self.indices)
+        order = [self.indices[i] for i in torch.randperm(count, generator=rng).tolist()]
+        totals = itertools.accumulate((self.source.answers[i] for i in order), initial=0)
         taken = [
-            index for index, answers in zip(order, before, strict=False) if answers < max_tokens
+            index for index, answers in zip(order, totals, strict=False) if answers < max_tokens
         ]
         return Selection(self.source, sorted(taken))
 
@@ -350,12 +350,12 @@ class Manifest:
     def read(cls, where: str | Path | Place) -> Manifest:
         """Read a manifest. Raises InvalidData if there is none that this version reads."""
         place = where if isinstance(where, Place) else Place(where)
-        path, then = place.pull(place.folder / MANIFEST), "Run selfspec cache with another --output"
-        with explained(f"{place.name} is no feature cache", then):
-            found = read_json(path)
-            if not isinstance(found, dict) or found.get("format_version") != FORMAT_VERSION:
+        path, hint = place.pull(place.folder / MANIFEST), "Run selfspec cache with another --output"
+        with explained(f"{place.name} is no feature cache", hint):
+            fields = read_json(path)
+            if not isinstance(fields, dict) or fields.get("format_version") != FORMAT_VERSION:
                 raise InvalidOption(f"its format version is not {FORMAT_VERSION}")
-            return record_of(cls, found)
+            return record_of(cls, fields)
 
     def paths(self, folder: Path) -> list[Path]:
         return [folder / f"shard-{number:05d}.safetensors" for number in range(len(self.shards))]
@@ -392,9 +392,9 @@ class Place:
     @contextmanager
     def opened(self, path: Path) -> Iterator[Any]:
         """Open a shard. Raises InvalidData."""
-        what, then = f"{self.name}/{path.name} is damaged", "Run selfspec cache again"
-        then = then if self._there is None else "Remove it there, then run selfspec cache again"
-        with explained(what, then), safe_open(self.pull(path), "pt") as file:
+        problem, hint = f"{self.name}/{path.name} is damaged", "Run selfspec cache again"
+        hint = hint if self._there is None else "Remove it there, then run selfspec cache again"
+        with explained(problem, hint), safe_open(self.pull(path), "pt") as file:
             yield file
 
     def push(self, path: Path) -> None:
@@ -458,26 +458,26 @@ def write(
     """
     place = Place(where)
     folder = place.folder
-    known = [*manifest.sha256]
+    hashes = [*manifest.sha256]
     if place.pull(folder / MANIFEST).exists():
-        begun = Manifest.read(place)
-        found, own = ({n: getattr(m, n) for n in _IDENTITY} for m in (begun, manifest))
-        require_same(where, found, own, "remove the folder")
-        known = begun.sha256
+        old = Manifest.read(place)
+        stored, expected = ({n: getattr(m, n) for n in _IDENTITY} for m in (old, manifest))
+        require_same(where, stored, expected, "remove the folder")
+        hashes = old.sha256
     shards = list(zip(manifest.paths(folder), manifest.shards, strict=True))
     missing: list[int] = []
     for number, (path, batches) in enumerate(shards):
-        if place.holds(path, known[number]):
+        if place.holds(path, hashes[number]):
             progress(sum(source.sizes[index] for index in batches), False)
         else:
-            known[number] = ""
+            hashes[number] = ""
             missing.append(number)
-    wanted = [index for number in missing for index in manifest.shards[number]]
-    plan = (source.plan[index] for index in wanted)
-    made = computed(plan) if computed else map(source.batch, wanted)
+    indices = [index for number in missing for index in manifest.shards[number]]
+    plan = (source.plan[index] for index in indices)
+    stream = computed(plan) if computed else map(source.batch, indices)
 
     def note() -> None:
-        replace(manifest, sha256=known).write(folder)
+        replace(manifest, sha256=hashes).write(folder)
         place.push(folder / MANIFEST)
 
     note()
@@ -485,12 +485,12 @@ def write(
         path, batches = shards[number]
         tensors: dict[str, Tensor] = {}
         for index in batches:
-            for name, tensor in next(made).tensors().items():
+            for name, tensor in next(stream).tensors().items():
                 tensors[f"{index}.{name}"] = tensor.cpu().contiguous()
             progress(source.sizes[index], True)
         with files.replacing(path) as new:
             save_file(tensors, new)
-        known[number] = sha256(path)
+        hashes[number] = sha256(path)
         place.push(path)
         note()
 
@@ -500,48 +500,48 @@ class CacheSource:
 
     def __init__(self, where: str | Path, backbone: Backbone) -> None:
         """Check and open a cache; a launcher's processes share the hashing. Raises InvalidData."""
-        self._place, here = Place(where), launched()
-        self.manifest = known = Manifest.read(self._place)
-        if not all(known.sha256):
+        self._place, process = Place(where), launched()
+        self.manifest = record = Manifest.read(self._place)
+        if not all(record.sha256):
             raise InvalidData(f"{where} is unfinished. Run the selfspec cache command again")
-        if backbone.fingerprint != known.base_fingerprint:
+        if backbone.fingerprint != record.base_fingerprint:
             raise InvalidData(
-                f"{where} holds features of {known.base_model} ({known.base_fingerprint[:12]}), "
+                f"{where} holds features of {record.base_model} ({record.base_fingerprint[:12]}), "
                 f"but this is another model ({backbone.fingerprint[:12]})"
             )
-        self.spec, self.digest = known.spec, known.digest
-        self.conversations, self.answers = known.conversations, known.answers
+        self.spec, self.digest = record.spec, record.digest
+        self.conversations, self.answers = record.conversations, record.answers
         self.sizes: list[int] = []  # positions in each batch
         self._places: list[Path] = []
-        paths = known.paths(self._place.folder)
-        for shard, (path, batches) in enumerate(zip(paths, known.shards, strict=True)):
+        paths = record.paths(self._place.folder)
+        for shard, (path, batches) in enumerate(zip(paths, record.shards, strict=True)):
             with self._place.opened(path) as file:
-                mine = shard % here.num_processes == here.process_index
-                if mine and sha256(path) != known.sha256[shard]:
+                assigned = shard % process.num_processes == process.process_index
+                if assigned and sha256(path) != record.sha256[shard]:
                     raise InvalidData("its bytes have changed since it was written")
                 shapes = [file.get_slice(f"{n}.following").get_shape() for n in batches]
             self.sizes += [math.prod(shape) for shape in shapes]
             self._places += [path] * len(batches)
 
     def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
-        found = self._read(index, self.spec.names)
+        tensors = self._read(index, self.spec.names)
         if count > 1:
-            mine = ((~found["continues"]).cumsum(0) - 1) % count == number  # by texts
-            found = {name: tensor[mine] for name, tensor in found.items()}
-        return Features.of(found)
+            mask = ((~tensors["continues"]).cumsum(0) - 1) % count == number  # by texts
+            tensors = {name: tensor[mask] for name, tensor in tensors.items()}
+        return Features.of(tensors)
 
     def token_counts(self) -> Counter[int]:
         counts = Counter[int]()
         for index in range(len(self.sizes)):
-            found = self._read(index, {"following", "answers"})
-            counts.update(found["following"][found["answers"]].tolist())
+            tensors = self._read(index, {"following", "answers"})
+            counts.update(tensors["following"][tensors["answers"]].tolist())
         return counts
 
     def _read(self, index: int, names: set[str]) -> dict[str, Tensor]:
         path, prefix = self._places[index], f"{index}."
         with self._place.opened(path) as file:
-            held = {n.removeprefix(prefix) for n in file.keys() if n.startswith(prefix)}  # noqa: SIM118  # no dict
-            if held != self.spec.names:
+            stored = {n.removeprefix(prefix) for n in file.keys() if n.startswith(prefix)}  # noqa: SIM118  # no dict
+            if stored != self.spec.names:
                 raise InvalidData(f"its tensors are not those of {self.spec}")
             return {name: file.get_tensor(prefix + name) for name in names}
 

@@ -95,8 +95,8 @@ class _Course:
     entries: list[dict[str, Any]] = field(default_factory=list)  # one per closed epoch and layer
 
     def best(self, layer: int) -> dict[str, Any]:
-        own = (entry for entry in self.entries if entry["layer"] == layer)
-        return max(own, key=lambda entry: float(entry["agreement"]))
+        entries = (entry for entry in self.entries if entry["layer"] == layer)
+        return max(entries, key=lambda entry: float(entry["agreement"]))
 
 
 def fit(
@@ -153,10 +153,10 @@ def state_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
     """Layers whose states heads read. Raises InvalidOption for layers that the model lacks."""
     count, layers, kind = backbone.num_layers, options.state_layers, options.head_type
     if layers is None:
-        wanted = [2, count // 2, count - 3] if kind == EAGLE3 else []
+        candidates = [2, count // 2, count - 3] if kind == EAGLE3 else []
         if kind == "deep-fused" and exit_layers(backbone, options) == (0,) and count > 1:
-            wanted = [round(0.7 * count)]  # where heads gain most: training/README.md
-        layers = tuple(sorted({min(max(1, layer), count - 1) for layer in wanted}))
+            candidates = [round(0.7 * count)]  # where heads gain most: training/README.md
+        layers = tuple(sorted({min(max(1, layer), count - 1) for layer in candidates}))
     if layers or kind == EAGLE3:
         check_exit_layers(layers, range(1, count), "state")
     return layers
@@ -182,8 +182,8 @@ def exit_layers(backbone: Backbone, options: FitOptions) -> tuple[int, ...]:
 
 def default_exit_layers(num_layers: int) -> tuple[int, ...]:
     """Five, evenly over the first two thirds: later exits save little; fewer in a shallow model."""
-    spread = {round(num_layers * k / 7.5) for k in range(1, 6)}
-    return tuple(sorted(layer for layer in spread if 1 <= layer < num_layers))
+    layers = {round(num_layers * k / 7.5) for k in range(1, 6)}
+    return tuple(sorted(layer for layer in layers if 1 <= layer < num_layers))
 
 
 # --- losses on the model's own next token, its distribution, or both, as weights of draft ids
@@ -212,8 +212,8 @@ def targets(
         ids.append(features.top_ids.long())
         weights.append((1.0 - ce_share) * features.top_log_probs.float().exp())
     places = index[torch.cat(ids, dim=-1)]
-    of_answers, of_others = answer_weights
-    shares = torch.where(features.answers, of_answers, of_others)[:, None]
+    answer_weight, other_weight = answer_weights
+    shares = torch.where(features.answers, answer_weight, other_weight)[:, None]
     return places.clamp_min(0), torch.cat(weights, dim=-1) * (places >= 0) * shares
 
 
@@ -245,8 +245,8 @@ def unroll(
     valid = torch.ones_like(batch.continues)
     if heads.looks_ahead and batch.deep is not None:
         states = batch.deep[:, : heads.config.hidden_size]  # a cache may hold more states
-        for _, ahead in zip(range(steps), heads.by_layer.values(), strict=False):
-            yield cast("ExitHead", ahead).features(states), valid
+        for _, next_head in zip(range(steps), heads.by_layer.values(), strict=False):
+            yield cast("ExitHead", next_head).features(states), valid
             states, valid = states.roll(1, dims=0), batch.continues & valid.roll(1)
         return
     head, hidden, deep = heads[layer], batch.hidden[layer], batch.deep
@@ -270,10 +270,10 @@ def _attended(
     def padded(rows: Tensor) -> Tensor:
         """[N, ...] -> [B, T, ...], T at least 2."""
         texts = pad_sequence(rows.split(lengths), batch_first=True)
-        short = max(0, 2 - texts.shape[1])
-        return nn.functional.pad(texts, (*(0, 0) * (rows.dim() - 1), 0, short))
+        gap = max(0, 2 - texts.shape[1])
+        return nn.functional.pad(texts, (*(0, 0) * (rows.dim() - 1), 0, gap))
 
-    inside = padded(torch.ones_like(batch.continues))
+    filled = padded(torch.ones_like(batch.continues))
     if "embed_tokens" in heads.parts:  # others' heads may have a table of their own
         embeddings = padded(heads.embed(batch.following))[:, :-1]
     else:
@@ -282,22 +282,22 @@ def _attended(
     states = heads.fuse(padded(states)[:, :-1])
     count = embeddings.shape[1]
     places = torch.arange(1, count + 1, device=states.device)
-    own = torch.eye(count, dtype=torch.bool, device=states.device)
+    diagonal = torch.eye(count, dtype=torch.bool, device=states.device)
     keys: list[Tensor] = []
     values: list[Tensor] = []
     for step in range(steps):
-        drafts = [own.roll(step - before, 0) for before in range(1, step + 1)]
-        sees = torch.cat([torch.ones_like(own).tril(-step), *drafts], -1)
+        drafts = [diagonal.roll(step - draft, 0) for draft in range(1, step + 1)]
+        mask = torch.cat([torch.ones_like(diagonal).tril(-step), *drafts], -1)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, sees: Tensor = sees) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor = mask) -> Tensor:
             keys.append(key.transpose(1, 2))
             values.append(value.transpose(1, 2))
-            return attention(query, torch.cat(keys, 2), torch.cat(values, 2), sees)
+            return attention(query, torch.cat(keys, 2), torch.cat(values, 2), mask)
 
         output = heads.layer(embeddings, states, places, attend)
         features = nn.functional.pad(heads.head.features(output), (0, 0, 1, 0))
         valid = nn.functional.pad(places > step, (1, 0))
-        yield features[inside], valid.expand_as(inside)[inside]
+        yield features[filled], valid.expand_as(filled)[filled]
         states = heads.fed(output).roll(1, 1)
 
 
@@ -309,13 +309,13 @@ def judged(
 
     One pair each for first, second, ... drafts; later drafts only where an answer precedes them.
     """
-    head, answers, found = cast("ExitHead", heads.by_layer[str(layer)]), batch.answers, []
+    head, answers, pairs = cast("ExitHead", heads.by_layer[str(layer)]), batch.answers, []
     for features, valid in unroll(heads, layer, batch, drafts):
         rows = (answers & valid).nonzero()[:, 0]
         logits = head.unembed(features[rows])
-        found.append((logits, head.to_target_ids(logits.argmax(-1)) == batch.top_ids[rows, 0]))
+        pairs.append((logits, head.to_target_ids(logits.argmax(-1)) == batch.top_ids[rows, 0]))
         answers = batch.answers & answers.roll(1)
-    return found
+    return pairs
 
 
 def _summed(sums: Tensor) -> Tensor:
@@ -353,9 +353,9 @@ def coverage(heads: ExitHeads, batches: Iterable[Features]) -> float:
     ids = heads.first.draft_ids
     if ids is None:
         return 1.0
-    known = [_counted(torch.isin(batch.top_ids[batch.answers, 0], ids)) for batch in batches]
-    positions, found = _summed(torch.zeros(2, dtype=torch.int64) + sum(known)).tolist()
-    return float(found / positions)
+    counts = [_counted(torch.isin(batch.top_ids[batch.answers, 0], ids)) for batch in batches]
+    positions, hits = _summed(torch.zeros(2, dtype=torch.int64) + sum(counts)).tolist()
+    return float(hits / positions)
 
 
 def _counted(right: Tensor) -> Tensor:
@@ -376,40 +376,40 @@ class Trainer:
     """A running fit: heads, their optimiser and its schedule, and the progress."""
 
     def __init__(self, job: Job, watch: Stopwatch, left: Callable[[], float]) -> None:
-        few, held = job.train.positions, job.validation.answers
-        if not (few and held):
-            raise InvalidData(f"{few} tokens to fit, {held} answer tokens to validate. Give more")
+        train, test = job.train.positions, job.validation.answers
+        if not (train and test):
+            raise InvalidData(f"{train} tokens to fit, {test} answer tokens to validate. Give more")
         self._job, self._options, self._watch, self._left = job, job.options, watch, left
         self._part = launched().process_index, launched().num_processes
         self._steps_per_epoch = math.ceil(len(job.train.indices) / job.options.accumulate)
         self._steps = self._steps_per_epoch * job.options.epochs
         self._answer_weights = answer_weights(job.train, job.options.answer_share)
         backbone, draft_ids = job.backbone, _draft_ids(job)
-        config, own = _config(job, draft_ids), backbone.unembedding
-        device = own.weight.device
+        config, unembed = _config(job, draft_ids), backbone.unembedding
+        device = unembed.weight.device
         # linear layers in bfloat16 where the model's are: that is how heads will run
         mixed = backbone.dtype == torch.bfloat16 and fast_bfloat16(device)
         self._autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=mixed)
-        own = own if mixed else own._replace(weight=own.weight.float())
+        unembed = unembed if mixed else unembed._replace(weight=unembed.weight.float())
         torch.manual_seed(job.options.seed)  # inner layers start with random weights
         heads = (
-            AttendingHeads.fresh(config, own, draft_ids)
+            AttendingHeads.fresh(config, unembed, draft_ids)
             if isinstance(config, AttendingConfig)
-            else ExitHeads(config, own, draft_ids)
+            else ExitHeads(config, unembed, draft_ids)
         )
         if job.start is not None:  # zero weights for states that `start` did not read
-            known = job.start.state_dict()
-            for name, like in heads.state_dict().items():
-                missing = like.shape[-1] - known[name].shape[-1]
-                known[name] = nn.functional.pad(known[name], (0, missing))
-            heads.load_state_dict(known)
+            state = job.start.state_dict()
+            for name, tensor in heads.state_dict().items():
+                missing = tensor.shape[-1] - state[name].shape[-1]
+                state[name] = nn.functional.pad(state[name], (0, missing))
+            heads.load_state_dict(state)
         self.heads = heads.float()
         self._index = draft_index(draft_ids, backbone.vocab_size).to(device)
-        learning = [entry for entry in self.heads.parameters() if entry.requires_grad]
-        matrices, norms = ([p for p in learning if (p.dim() >= 2) is m] for m in (True, False))
+        parameters = [p for p in self.heads.parameters() if p.requires_grad]
+        matrices, norms = ([p for p in parameters if (p.dim() >= 2) is m] for m in (True, False))
         decays = ((matrices, job.options.weight_decay), (norms, 0.0))
         self.optimizer = torch.optim.AdamW([{"params": p, "weight_decay": d} for p, d in decays])
-        for parameter in learning:  # as at AdamW's first step, so that a checkpoint always fits
+        for parameter in parameters:  # as at AdamW's first step, so that a checkpoint always fits
             moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
             self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
             parameter.grad = torch.zeros_like(parameter)
@@ -420,32 +420,32 @@ class Trainer:
 
     def run(self, progress: Show) -> Fitted:
         course, stride = self._course, self._options.accumulate
-        indices, begun, before = self._job.train.indices, time.perf_counter(), course.step
+        indices, start, first_step = self._job.train.indices, time.perf_counter(), course.step
         # count closed epochs, not steps: a fit can be killed between an epoch's last step and end
         for epoch in range(len(course.entries) // len(self._layers), self._options.epochs):
             if course.schedule >= self._steps:
                 break
             place = course.step - epoch * self._steps_per_epoch
-            drawn = torch.Generator().manual_seed(self._options.seed + epoch)
-            order = [indices[i] for i in torch.randperm(len(indices), generator=drawn).tolist()]
+            rng = torch.Generator().manual_seed(self._options.seed + epoch)
+            order = [indices[i] for i in torch.randperm(len(indices), generator=rng).tolist()]
             self._watch.start()
             steps = [order[at : at + stride] for at in range(place * stride, len(order), stride)]
-            known = max((entry["agreement"] for entry in course.entries), default=None)
-            known = "" if known is None else f"  agreement {known:.1%}"
-            for positions, mine in self._batches(steps):
+            agreement = max((entry["agreement"] for entry in course.entries), default=None)
+            agreement = "" if agreement is None else f"  agreement {agreement:.1%}"
+            for positions, batches in self._batches(steps):
                 self._watch.lap("features")
-                losses = self.step(course.schedule, mine, positions)
+                losses = self.step(course.schedule, batches, positions)
                 course.step += 1
                 course.positions += positions
                 for layer, loss in losses.items():
                     course.sums[str(layer)] += loss * positions
                 self._watch.lap("heads")
-                took = (time.perf_counter() - begun) / (course.step - before)
+                step_s = (time.perf_counter() - start) / (course.step - first_step)
                 rest = self._steps - course.schedule  # if time is short, a step counts more
-                course.schedule += min(rest, max(1.0, rest * took / max(took, self._left())))
+                course.schedule += min(rest, max(1.0, rest * step_s / max(step_s, self._left())))
                 mean = sum(losses.values()) / len(losses)
-                words = f"epoch {epoch + 1}  loss {mean:.3f}{known}"
-                progress(round(course.schedule), self._steps, words)
+                message = f"epoch {epoch + 1}  loss {mean:.3f}{agreement}"
+                progress(round(course.schedule), self._steps, message)
                 if course.schedule >= self._steps:
                     break
                 if course.step % self._options.checkpoint_steps == 0:
@@ -461,22 +461,22 @@ class Trainer:
         over all processes. Raises SelfspecError, with unchanged weights, if one is not finite.
         """
         totals = dict.fromkeys(self._layers, 0.0)
-        weighing = self._options.ce_share, self._answer_weights
-        wanted = [targets(batch, self._index, *weighing) for batch in batches]
-        on_the_way = []
+        weighting = self._options.ce_share, self._answer_weights
+        labels = [targets(batch, self._index, *weighting) for batch in batches]
+        handles = []
         for layer in totals:
-            for batch, (ids, weights) in zip(batches, wanted, strict=True):
+            for batch, (ids, weights) in zip(batches, labels, strict=True):
                 totals[layer] += self._backward(layer, batch, ids, weights, positions)
             if launched().num_processes > 1:  # summed while the next layer is computed
-                on_the_way += [
-                    distributed.all_reduce(entry.grad, async_op=True)
-                    for entry in self.heads.part(layer).parameters()
-                    if entry.grad is not None
+                handles += [
+                    distributed.all_reduce(parameter.grad, async_op=True)
+                    for parameter in self.heads.part(layer).parameters()
+                    if parameter.grad is not None
                 ]
         losses = _summed(torch.tensor([*totals.values()], dtype=torch.float64))
         totals = dict(zip(totals, losses.tolist(), strict=True))
-        for sum_of_all in on_the_way:
-            sum_of_all.wait()
+        for handle in handles:
+            handle.wait()
         for layer, loss in totals.items():
             parameters = self.heads.part(layer).parameters()
             norm = nn.utils.clip_grad_norm_(parameters, self._options.max_grad_norm)
@@ -532,26 +532,26 @@ class Trainer:
         """Yield each step's count of positions, and this process's part of its batches."""
         device, source = self._job.backbone.unembedding.weight.device, self._job.train.source
         selected = (Selection(source, indices) for indices in steps)
-        found = (
+        pairs = (
             (step.positions, [batch.to(device) for batch in step.batches(*self._part)])
             for step in selected
         )
         if not isinstance(source, CacheSource):
-            yield from found
+            yield from pairs
             return
         with ThreadPoolExecutor(1) as reader:  # reads the next step while the caller works
-            coming = reader.submit(next, found, None)
-            while (item := coming.result()) is not None:
-                coming = reader.submit(next, found, None)
-                yield item
+            future = reader.submit(next, pairs, None)
+            while (pair := future.result()) is not None:
+                future = reader.submit(next, pairs, None)
+                yield pair
 
     def _validate(self, epoch: int) -> None:
         """Close an epoch: keep the heads of layers that have improved."""
         course, heads = self._course, self.heads.twin(self._job.backbone.unembedding)
         validation = self._job.validation.batches(*self._part)
-        for layer, share in agreements(heads, validation).items():
+        for layer, agreement in agreements(heads, validation).items():
             loss = course.sums[str(layer)] / course.positions
-            entry = {"epoch": epoch + 1, "layer": layer, "train_loss": loss, **share._asdict()}
+            entry = {"epoch": epoch + 1, "layer": layer, "train_loss": loss, **agreement._asdict()}
             course.entries.append(entry)
             if course.best(layer) is entry:
                 self._best.part(layer).load_state_dict(heads.part(layer).state_dict())
@@ -582,15 +582,15 @@ class Trainer:
         job, path = self._job, self._job.checkpoint
         if path is None or not path.is_file():
             return
-        tensors, record = load_checkpoint(path)
+        saved, record = load_checkpoint(path)
         require_same(path, record["job"], _description(job), "--overwrite")
-        own = self._tensors()
+        current = self._tensors()
         with _explained(path):
             self._course = record_of(_Course, record.get("course"))
-            if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in own.items()}:
+            if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in current.items()}:
                 raise InvalidData("its tensors have other names or shapes")
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+        for name, tensor in current.items():
+            tensor.copy_(saved[name])
         for state in self.optimizer.state.values():
             state["step"].fill_(self._course.step)
 
@@ -640,8 +640,8 @@ def _draft_ids(job: Job) -> Tensor | None:
     if size is None or size >= vocab_size:
         return None
     counts = job.train.source.token_counts()
-    chosen = draft_vocabulary(counts, size, job.special_ids, vocab_size)
-    return chosen.to(job.backbone.unembedding.weight.device)
+    ids = draft_vocabulary(counts, size, job.special_ids, vocab_size)
+    return ids.to(job.backbone.unembedding.weight.device)
 
 
 def _config(job: Job, draft_ids: Tensor | None) -> HeadsConfig:
@@ -654,7 +654,7 @@ def _config(job: Job, draft_ids: Tensor | None) -> HeadsConfig:
     if job.start is not None:
         states = options.state_layers or job.start.config.state_layers
         return replace(job.start.config, temperatures={}, state_layers=states, **common)
-    every = backbone.vocab_size if attends else None
+    full_size = backbone.vocab_size if attends else None
     common |= {
         "state_layers": state_layers(backbone, options) or None,
         "base_model": job.base_model,
@@ -664,24 +664,24 @@ def _config(job: Job, draft_ids: Tensor | None) -> HeadsConfig:
         "vocab_size": backbone.vocab_size,
         "exit_layers": exit_layers(backbone, options),
         "head_type": options.head_type,
-        "draft_vocab_size": every if draft_ids is None else len(draft_ids),
+        "draft_vocab_size": full_size if draft_ids is None else len(draft_ids),
         "num_heads": options.ahead if medusa else None,
     }
     if not attends:
         return HeadsConfig(inner_size=options.inner_size, **common)
-    like = backbone.model.config.get_text_config()
+    text_config = backbone.model.config.get_text_config()
     return AttendingConfig(
         format="speculators",
         fc_norm=True,
-        layer=layer_like(like, backbone.vocab_size, options.inner_size),
+        layer=layer_like(text_config, backbone.vocab_size, options.inner_size),
         **common,
     )
 
 
 def _record(job: Job, steps: int) -> dict[str, Any]:
     options = job.options
-    before = {} if job.start is None else {"before": job.start.config.training}
-    return before | {
+    history = {} if job.start is None else {"before": job.start.config.training}
+    return history | {
         "data": job.data,
         "validation": job.held_out,
         "dtype": str(job.backbone.dtype).removeprefix("torch."),
@@ -705,8 +705,8 @@ _MARK = "selfspec"  # marks the file as ours; must be near its beginning
 def save_checkpoint(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
     """Replace the checkpoint at `path`. Raises CannotWrite, and then keeps the old one."""
     with files.replacing(path) as new:
-        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(whole, new, {_MARK: json.dumps(record)})
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, new, {_MARK: json.dumps(record)})
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

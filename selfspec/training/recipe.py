@@ -112,9 +112,9 @@ class Row:
 def read_recipe(path: str | Path | None = None) -> Recipe:
     """Read a recipe file, or the built-in one. Raises InvalidData: file, place, reason."""
     path = BUILT_IN if path is None else local_path(path)
-    found = read_yaml(path)
+    fields = read_yaml(path)
     try:
-        return _recipe(found)
+        return _recipe(fields)
     except InvalidOption as error:
         raise InvalidData(f"{path}: {error}") from error
 
@@ -133,8 +133,8 @@ class Passages:
             return
         digest, room = hashlib.sha256(), _MOST_PASSAGES
         for name, content in texts_in(folder):
-            named = re.match(r"([a-z]{2})/", name)
-            if named and named[1] not in languages:
+            match = re.match(r"([a-z]{2})/", name)
+            if match and match[1] not in languages:
                 continue  # of a language that the recipe has no name for
             text = content.replace("\r\n", "\n")
             room -= len(text)
@@ -142,7 +142,7 @@ class Passages:
                 raise InvalidData(f"{folder} holds more than {_MOST_PASSAGES >> 20} MB of text")
             digest.update(f"{name}\0{text}\0".encode("utf-8", "surrogateescape"))
             paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
-            starts = self._starts.setdefault(named[1] if named else "en", [])
+            starts = self._starts.setdefault(match[1] if match else "en", [])
             starts += [(paragraphs, index) for index in range(len(paragraphs))]
         self.languages = {name for name, starts in self._starts.items() if starts}
         self.digest = digest.hexdigest()[:16]
@@ -206,31 +206,31 @@ class Prompts:
             if turn >= len(self._own):
                 return None
             # the prompt is a value: its braces are no placeholders
-            own = {f"turn{index}": text for index, text in enumerate(self._own[turn])}
-            return Row(family, number, tuple(f"{{{name}}}" for name in own), own, rng)
+            turns = {f"turn{index}": text for index, text in enumerate(self._own[turn])}
+            return Row(family, number, tuple(f"{{{name}}}" for name in turns), turns, rng)
         seed = f"{self._seed} {family.name}"
         row = Row(family, number, family.ask[deal(len(family.ask), turn, seed)], {}, rng)
-        used = {name for turn in row.turns if turn for name in _placeholders(turn)}
-        for name in sorted(used & self._recipe.lists.keys()):
+        names = {name for turn in row.turns if turn for name in _placeholders(turn)}
+        for name in sorted(names & self._recipe.lists.keys()):
             values = self._recipe.lists[name]
             row.values[name] = values[deal(len(values), turn, f"{seed} {name}")]
         if family.passage is not None:  # its language and origin
-            have = self._passages.languages
-            known = [name for name in family.passage.language if name in have or name == "en"]
-            row.language = known[deal(len(known), turn, f"{seed} language")]
+            languages = self._passages.languages
+            usable = [name for name in family.passage.language if name in languages or name == "en"]
+            row.language = usable[deal(len(usable), turn, f"{seed} language")]
             row.values["language"] = self._recipe.languages.get(row.language, "English")
             written = row.rng.random() < self._recipe.written_share
-            row.article = row.language == "en" and (written or "en" not in have)
+            row.article = row.language == "en" and (written or "en" not in languages)
         return row
 
     def is_repeat(self, row: Row) -> bool:
         """Whether a row with a lower number asks the same, as far as known without a model."""
         for number in range(self._looked_at, row.number + 1):
-            if (known := self._known(self.row(number))) is not None:
-                self._asked.setdefault(known, number)
+            if (digest := self._known(self.row(number))) is not None:
+                self._asked.setdefault(digest, number)
         self._looked_at = max(self._looked_at, row.number + 1)
-        known = self._known(row)
-        return known is not None and self._asked[known] < row.number
+        digest = self._known(row)
+        return digest is not None and self._asked[digest] < row.number
 
     def _known(self, row: Row | None) -> bytes | None:
         """The `key` of a row's first turn; None if it depends on a model or a passage."""
@@ -244,8 +244,8 @@ class Prompts:
     def passages_of(self, row: Row, sizes: Sequence[int]) -> list[str]:
         """Passages from the folder, each long enough for its size in tokens if the file is."""
         places = enumerate(sizes, start=row.number * _MOST_PARTS)  # no two rows take the same
-        drawn, seed = self._passages.drawn, str(self._seed)
-        return [drawn(row.language, place, seed, 8 * size) for place, size in places]
+        draw, seed = self._passages.drawn, str(self._seed)
+        return [draw(row.language, place, seed, 8 * size) for place, size in places]
 
     def _has_text(self, family: Family) -> bool:
         if family.passage is None or self._passages.languages & set(family.passage.language):
@@ -286,40 +286,40 @@ def _interleaved(families: Sequence[Family]) -> list[tuple[Family, int]]:
 _KEYS = {"families": dict, "lists": dict, "languages": dict, "written-share": float}
 
 
-def _recipe(found: Any) -> Recipe:
-    if not isinstance(found, dict):
+def _recipe(fields: Any) -> Recipe:
+    if not isinstance(fields, dict):
         raise InvalidOption("expected families and lists, each with a name")
-    check_keys(map(str, found), _KEYS, "key")
-    found = {name: value for name, value in found.items() if value is not None}
-    check_types(found, _KEYS)
+    check_keys(map(str, fields), _KEYS, "key")
+    fields = {name: value for name, value in fields.items() if value is not None}
+    check_types(fields, _KEYS)
     lists = {}
-    for name, values in found.get("lists", {}).items():
+    for name, values in fields.get("lists", {}).items():
         label = f"the list {name}"
         check_types({label: values}, {label: list[str | int | float]})
         if not values:
             raise InvalidOption(f"{label} is empty, expected texts or numbers")
         lists[str(name)] = tuple(str(value) for value in values)
-    languages = {str(k): str(v) for k, v in found.get("languages", {}).items()}
+    languages = {str(k): str(v) for k, v in fields.get("languages", {}).items()}
     families = []
-    for name, values in found.get("families", {}).items():
+    for name, values in fields.get("families", {}).items():
         try:
             families.append(_family(str(name), values, set(lists), {"en", *languages}))
         except InvalidOption as error:
             raise InvalidOption(f"family {name}: {error}") from error
-    share = found.get("written-share", 0.5)
+    share = fields.get("written-share", 0.5)
     if not 0.0 <= share <= 1.0:
         raise InvalidOption(f"written-share is {share}, expected 0 to 1")
     if not families:
         raise InvalidOption("families is empty, expected at least one")
-    if OWN in found["families"]:
+    if OWN in fields["families"]:
         raise InvalidOption(f"{OWN} is the family of --questions. Name yours otherwise")
-    whole = repr((tuple(families), lists, languages, share))
+    content = repr((tuple(families), lists, languages, share))
     return Recipe(
         families=tuple(families),
         lists=lists,
         languages={"en": "English"} | languages,
         written_share=share,
-        digest=hashlib.sha256(whole.encode()).hexdigest()[:16],
+        digest=hashlib.sha256(content.encode()).hexdigest()[:16],
     )
 
 
@@ -330,10 +330,10 @@ def _family(name: str, values: Any, lists: set[str], languages: set[str]) -> Fam
             values["ask"] = [ask if isinstance(ask, list) else [ask] for ask in asks]
     family = record_of(Family, values)
     known = lists | ({"question"} if family.question else set())
-    if (wanted := family.passage) is not None:
+    if (passage := family.passage) is not None:
         known |= {"passage", "language"}
-        unknown = set(wanted.language) - languages
-        if unknown or not wanted.language:
+        unknown = set(passage.language) - languages
+        if unknown or not passage.language:
             raise InvalidOption(f"language {', '.join(sorted(unknown))} has no name")
     for turn in (turn for ask in family.ask for turn in ask if turn is not None):
         try:

@@ -37,8 +37,8 @@ from selfspec.training.text import Conversation
 def page(template: str, /, **values: Any) -> str:
     """Render a template beside this file."""
     text = (resources.files(__package__) / f"{template}.jinja").read_text(encoding="utf-8")
-    made = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    return made.from_string(text).render(**values)
+    jinja = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return jinja.from_string(text).render(**values)
 
 
 def card(
@@ -83,13 +83,13 @@ _PATHS = (  # options that may name files; a model's hub id is in the config
 
 def write(folder: Path, fitted: Fitted, run: Mapping[str, Any]) -> None:
     """Write all files of `folder`; `run`: the command's options, for YAML. Raises CannotWrite."""
-    others = {
+    texts = {
         "README.md": card(fitted.heads.config, fitted.metrics),
         "run.yaml": yaml.safe_dump({"run": dict(run), "machine": hub.machine()}, sort_keys=False),
         "metrics.jsonl": "".join(json.dumps(entry) + "\n" for entry in fitted.epochs),
         "metrics.json": json.dumps(fitted.metrics, indent=2) + "\n",
     }
-    fitted.heads.save(folder, others)
+    fitted.heads.save(folder, texts)
     (folder / CALIBRATION).unlink(missing_ok=True)  # that of replaced heads
 
 
@@ -113,13 +113,13 @@ def for_others(folder: Path, name: str, licence: str | None = None) -> dict[str,
 
     Adds the files with which transformers runs them by `name`. Raises InvalidData, InvalidHeads.
     """
-    there = [file for file in hub.HEADS_FILES if (folder / file).is_file()]
-    found: dict[str, str | bytes] = {file: (folder / file).read_bytes() for file in there}
-    if CALIBRATION in found:
+    names = [file for file in hub.HEADS_FILES if (folder / file).is_file()]
+    contents: dict[str, str | bytes] = {file: (folder / file).read_bytes() for file in names}
+    if CALIBRATION in contents:
         values = read_json(folder / CALIBRATION)
-        found[CALIBRATION] = json.dumps(_without_folders(values), indent=2) + "\n"
+        contents[CALIBRATION] = json.dumps(_without_folders(values), indent=2) + "\n"
     run = _without_folders(read_yaml(folder / "run.yaml"))
-    return found | {
+    return contents | {
         "README.md": card_of(folder, licence, name),
         "run.yaml": yaml.safe_dump(run, sort_keys=False),
         "custom_generate/generate.py": page("custom_generate", name=name),
@@ -174,21 +174,21 @@ class Reliability:
 @torch.no_grad()
 def score(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, tuple[Scores, Scores]]:
     """By exit layer: first drafts of a round, and second ones (the same if heads have none)."""
-    seen: dict[int, tuple[list[Scores], list[Scores]]]
-    seen = {layer: ([], []) for layer in heads.config.exit_layers}
+    scores: dict[int, tuple[list[Scores], list[Scores]]]
+    scores = {layer: ([], []) for layer in heads.config.exit_layers}
     for batch in batches:
-        for layer, (first, later) in seen.items():
+        for layer, (first, later) in scores.items():
             drafts = []
             for logits, right in judged(heads, layer, batch, drafts=2):
-                sure = torch.stack([top_probability(logits, each) for each in TEMPERATURES])
-                drafts.append(Scores(sure.cpu(), right.cpu()))
+                confidence = torch.stack([top_probability(logits, each) for each in TEMPERATURES])
+                drafts.append(Scores(confidence.cpu(), right.cpu()))
             first.append(drafts[0])
             later.append(drafts[-1])
 
     def joined(parts: list[Scores]) -> Scores:
         return Scores(*(torch.cat(tensors, -1) for tensors in zip(*parts, strict=True)))
 
-    return {layer: (joined(first), joined(later)) for layer, (first, later) in seen.items()}
+    return {layer: (joined(first), joined(later)) for layer, (first, later) in scores.items()}
 
 
 def reliability(first: Scores, second: Scores | None = None) -> Reliability:
@@ -225,13 +225,13 @@ class Setting:
 
 def exits(drafts: Sequence[tuple[Tensor, Tensor]], thresholds: Sequence[float]) -> ExitOdds:
     """Exit statistics over N positions; `drafts`: confidence and right [N] by rising layer."""
-    waiting, at, kept = torch.ones_like(drafts[0][1]), list[float](), 0
-    for (sure, right), tau in zip(drafts, thresholds, strict=True):
-        leaves = waiting & (sure >= tau)
-        at.append(leaves.double().mean().item())
-        kept += int((leaves & right).sum())
+    waiting, shares, correct = torch.ones_like(drafts[0][1]), list[float](), 0
+    for (confidence, right), tau in zip(drafts, thresholds, strict=True):
+        leaves = waiting & (confidence >= tau)
+        shares.append(leaves.double().mean().item())
+        correct += int((leaves & right).sum())
         waiting &= ~leaves
-    return ExitOdds(tuple(at), kept / len(waiting))
+    return ExitOdds(tuple(shares), correct / len(waiting))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,7 @@ class Calibration:
         setting = self.setting
         if self.drafter != FITTED:
             return replace(before, exit=Exit(), drafter=self.drafter)
-        paying = Exit(
+        exit_options = Exit(
             layers=setting.exit_layers,
             threshold=setting.exit_threshold,
             anneal_strength=0.0,  # the fitted temperatures account for it
@@ -268,21 +268,21 @@ class Calibration:
             guesses=_GUESSES if setting.exit_layers == (0,) else 1,
         )
         drafter = before.drafter if before.uses(Exit.kind) else FITTED
-        return replace(before, exit=paying, drafter=drafter)
+        return replace(before, exit=exit_options, drafter=drafter)
 
 
 def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int = 2) -> Calibration:
     """Measure, fit temperatures, and choose layers, thresholds and bounds by the cost model."""
     if not text.answers:
         raise InvalidData("the text holds no answers to measure. Give another --data")
-    found, sure = dict[int, Reliability](), dict[int, list[tuple[Tensor, Tensor]]]()
+    reliabilities, drafts = dict[int, Reliability](), dict[int, list[tuple[Tensor, Tensor]]]()
     candidates = dict[int, list[float]]()
     for layer, (first, later) in score(heads, text.batches()).items():
         later = later if len(later.right) else first  # if every answer is one token
-        found[layer] = reliability(first, later if heads.feeds_itself else None)
-        fitted = TEMPERATURES.index(found[layer].temperature)
-        sure[layer] = [(one.confidence[fitted], one.right) for one in (first, later)]
-        ranked = first.confidence[fitted].sort(descending=True).values
+        reliabilities[layer] = reliability(first, later if heads.feeds_itself else None)
+        best = TEMPERATURES.index(reliabilities[layer].temperature)
+        drafts[layer] = [(scores.confidence[best], scores.right) for scores in (first, later)]
+        ranked = first.confidence[best].sort(descending=True).values
         places = (torch.tensor(_SHARES) * (len(ranked) - 1)).long()
         candidates[layer] = sorted({max(float(value), 1e-3) for value in ranked[places]})
 
@@ -293,7 +293,7 @@ def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int 
         for count in range(1, most_layers + 1):
             for layers in itertools.combinations(sorted(candidates), count):
                 for taus in itertools.product(*(candidates[layer] for layer in layers)):
-                    first, later = (exits([sure[i][n] for i in layers], taus) for n in (0, 1))
+                    first, later = (exits([drafts[i][n] for i in layers], taus) for n in (0, 1))
                     for width in range(1, _LONGEST + 1):
                         rate, gain = expected_gain(cost, layers, first, later, width)
                         yield Setting(layers, taus, width, rate, gain)
@@ -303,7 +303,7 @@ def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int 
     return Calibration(
         positions=text.answers,
         coverage=coverage(heads, text.batches()),
-        layers=found,
+        layers=reliabilities,
         setting=replace(setting, exit_threshold=rounded),
         costs=costs,
     )
@@ -349,12 +349,12 @@ def measured_entropy(
     for index in range(len(source.sizes)):
         parts.append(entropies(backbone, source.batch(index).hidden[last]))
         progress(index + 1, len(source.sizes))
-    found = torch.cat(parts)
-    highest = found.double().topk(math.ceil(SHARE * len(found))).values
+    samples = torch.cat(parts)
+    highest = samples.double().topk(math.ceil(SHARE * len(samples))).values
     return {
         "entropy_threshold": round(highest.mean().item(), 4),
-        "positions": len(found),
-        "mean_entropy": round(found.mean().item(), 4),
+        "positions": len(samples),
+        "mean_entropy": round(samples.mean().item(), 4),
     }
 
 

@@ -76,23 +76,23 @@ def write(
     `submit` starts the proposal of a batch. `ahead`: how many run at once; the file is the same.
     """
     counts = writer.counts
-    begun: dict[int, tuple[Batch, Callable[[], Proposal]]] = {}
+    proposals: dict[int, tuple[Batch, Callable[[], Proposal]]] = {}
     while (missing := (options.tokens or sys.maxsize) - counts.total("answer_tokens")) > 0:
         index = writer.batches
         for number in range(index, index + ahead):
-            left = missing - (number - index) * options.batch_size * _TALK_TOKENS
-            batch = source.batch(number, left) if left > 0 and number not in begun else None
+            rest = missing - (number - index) * options.batch_size * _TALK_TOKENS
+            batch = source.batch(number, rest) if rest > 0 and number not in proposals else None
             if batch is not None:
-                begun[number] = batch, submit(batch)
+                proposals[number] = batch, submit(batch)
         batch = source.batch(index, missing)
         if batch is None:
             return
-        expected, wait = begun.pop(index)
+        expected, wait = proposals.pop(index)
         # earlier rows gave more or less than expected, so the last batch has another size
         proposed, dropped = (wait if expected == batch else submit(batch))()
         counts.merge(dropped)
         seed = batch_seed(options.seed, index)
-        records = [one | {"seed": seed} for one in source.admit(index, proposed, counts)]
+        records = [record | {"seed": seed} for record in source.admit(index, proposed, counts)]
         for record in records:
             counts.add_row(record)
         writer.append([json.dumps(entry, ensure_ascii=False) for entry in records], seed, counts)
@@ -106,8 +106,8 @@ def here(propose: Callable[[Any], Proposal]) -> Submit:
 
 def batch_seed(seed: int, index: int) -> int:
     """The seed of a batch, unique within a run, in the 32 bits that torch keeps."""
-    start = hashlib.sha256(str(seed).encode()).digest()
-    return (int.from_bytes(start[:4], "big") + index) % 2**32
+    digest = hashlib.sha256(str(seed).encode()).digest()
+    return (int.from_bytes(digest[:4], "big") + index) % 2**32
 
 
 # --- turns
@@ -135,8 +135,8 @@ class Turns:
                 f"{advice(tokenizer.name_or_path)}; or for a base model --raw; for existing text: "
                 "selfspec fit --data FILE"
             )
-        unknown = cls(tokenizer, system, "", "")
-        return cls(tokenizer, system, *_around(unknown._written(_FIRST), _FIRST))
+        turns = cls(tokenizer, system, "", "")
+        return cls(tokenizer, system, *_around(turns._written(_FIRST), _FIRST))
 
     def messages(self) -> list[Message]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -149,8 +149,8 @@ class Turns:
 
     def next_prompt(self, said: list[int], question: str | None) -> list[int]:
         """Ids `said`, then `question` up to its answer; None: up to the user's first word."""
-        behind = _around(self._written(_FIRST, _ANSWER, _SECOND), _ANSWER)[1]
-        between = _around(behind, _SECOND)[0]
+        suffix = _around(self._written(_FIRST, _ANSWER, _SECOND), _ANSWER)[1]
+        between = _around(suffix, _SECOND)[0]
         new = self.ids(between if question is None else between + question + self.asked)
         if said[-1:] and said[-1] in new[:2]:  # the model wrote the end token, with no blank before
             new = new[new.index(said[-1]) + 1 :]
@@ -158,8 +158,8 @@ class Turns:
 
     def question_ends(self) -> frozenset[int]:
         """Tokens that end a user's turn: the template's, and all special ones."""
-        own = self.tokenizer.added_tokens_decoder.keys() & self.ids(self.asked)[:1]
-        return frozenset(special_ids(self.tokenizer) | own)
+        ends = self.tokenizer.added_tokens_decoder.keys() & self.ids(self.asked)[:1]
+        return frozenset(special_ids(self.tokenizer) | ends)
 
     def ids(self, text: str) -> list[int]:
         """Ids of text that holds the template's special tokens already."""
@@ -175,8 +175,8 @@ class Turns:
 
     def continuation(self, start: list[int], new: list[int]) -> str:
         """The text that ids `new` add to `start`; alone, some tokenizers drop its leading blank."""
-        known = self.text(start)
-        return self.text(start + new)[len(known) :]
+        prefix = self.text(start)
+        return self.text(start + new)[len(prefix) :]
 
     def text(self, ids: list[int]) -> str:
         return str(
@@ -185,26 +185,26 @@ class Turns:
 
     def _written(self, *turns: str) -> str:
         """Turns of user and assistant through the template, up to the next answer."""
-        said = zip(("user", "assistant", "user"), turns, strict=False)
-        messages = [*self.messages(), *({"role": role, "content": text} for role, text in said)]
+        pairs = zip(("user", "assistant", "user"), turns, strict=False)
+        messages = [*self.messages(), *({"role": role, "content": text} for role, text in pairs)]
         return apply_template(self.tokenizer, messages, add_generation_prompt=True)
 
 
 def _around(text: str, sign: str) -> tuple[str, str]:
     if text.count(sign) != 1:
         raise InvalidData(f"the chat template shows a turn {text.count(sign)} times, expected once")
-    before, behind = text.split(sign)
-    return before, behind
+    prefix, suffix = text.split(sign)
+    return prefix, suffix
 
 
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens with which the model ends an answer. Raises InvalidData if there are none."""
     configured: Any = model.generation_config.eos_token_id if model.generation_config else None
     ids = {*listed(configured), tokenizer.eos_token_id, turn_end(tokenizer).token}
-    found = frozenset(ids - {None})
-    if not found:
+    ends = frozenset(ids - {None})
+    if not ends:
         raise InvalidData("the model has no end token, so its answers never end")
-    return found
+    return ends
 
 
 # --- answers
@@ -216,10 +216,10 @@ def loop_start(ids: Sequence[int]) -> int | None:
     """Index where a loop's second repetition starts, to keep the first; None without a loop."""
     places = defaultdict[tuple[int, ...], list[int]](list)
     for start in range(len(ids) - LOOP_NGRAM + 1):
-        found = places[tuple(ids[start : start + LOOP_NGRAM])]
-        found.append(start)
-        if len(found) == 3:
-            return found[1]
+        starts = places[tuple(ids[start : start + LOOP_NGRAM])]
+        starts.append(start)
+        if len(starts) == 3:
+            return starts[1]
     return None
 
 
@@ -272,22 +272,22 @@ class Texts:
             sampler = replace(sampler, do_sample=True).seeded(ask.seed, device)
         end = length + ask.max_new_tokens
         stop = _EndOrLoop(max_length=end, end_tokens=ask.ends, prompt=length)
-        asked = SequenceRequest(
+        request = SequenceRequest(
             ids=torch.tensor([ask.prompt], device=device), sampler=sampler, stop=stop
         )
-        running = self._engine.add(asked, SpeculationOptions(drafter="ngram"))
-        self._written[running] = []
-        return running
+        sequence = self._engine.add(request, SpeculationOptions(drafter="ngram"))
+        self._written[sequence] = []
+        return sequence
 
     def step(self) -> list[tuple[Hashable, list[int]]]:
         """Run a step; returns the keys of ended texts and their new ids, with any end token."""
         ended: list[tuple[Hashable, list[int]]] = []
-        for running in self._engine.step():
-            fresh = [token for entry in running.take() for token in entry.tokens]
-            self._written[running] += fresh
-            self._watch(len(fresh))
-            if running.ended:
-                ended.append((running, self._written.pop(running)))
+        for sequence in self._engine.step():
+            tokens = [token for entry in sequence.take() for token in entry.tokens]
+            self._written[sequence] += tokens
+            self._watch(len(tokens))
+            if sequence.ended:
+                ended.append((sequence, self._written.pop(sequence)))
         return ended
 
 
@@ -304,19 +304,19 @@ class Server:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(headers=headers, timeout=600.0, trust_env=False)
         self._failures = httpx.HTTPError, httpx.InvalidURL
-        self._model = self._said("models", None, lambda found: found["data"][0]["id"])
+        self._model = self._said("models", None, lambda answer: answer["data"][0]["id"])
         self._end = turn_end(turns.tokenizer).token or turns.tokenizer.eos_token_id
         self._pool = ThreadPoolExecutor(MOST_TEXTS)
         self._open: set[Future[list[int]]] = set()
 
     def add(self, ask: Ask) -> Hashable:
-        answer = self._pool.submit(self._answered, ask)
-        self._open.add(answer)
-        return answer
+        future = self._pool.submit(self._answered, ask)
+        self._open.add(future)
+        return future
 
     def step(self) -> list[tuple[Hashable, list[int]]]:
         done, self._open = wait(self._open, return_when=FIRST_COMPLETED)
-        return [(answer, answer.result()) for answer in done]
+        return [(future, future.result()) for future in done]
 
     def _answered(self, ask: Ask) -> list[int]:
         body = {
@@ -327,10 +327,10 @@ class Server:
             "seed": self._seed,
         }
 
-        def first(found: Any) -> tuple[str, Any]:
-            choice = found["choices"][0]
-            said = str(choice["message"]["content"] or "").encode()  # refuses half a character
-            return said.decode(), choice.get("finish_reason")
+        def first(answer: Any) -> tuple[str, Any]:
+            choice = answer["choices"][0]
+            content = str(choice["message"]["content"] or "").encode()  # refuses half a character
+            return content.decode(), choice.get("finish_reason")
 
         text, reason = self._said("chat/completions", body, first)
         ids = self._turns.ids(text)[: ask.max_new_tokens]
@@ -338,13 +338,13 @@ class Server:
         ended = reason != "length" and self._end is not None
         return [*ids, int(self._end)] if ended else ids
 
-    def _said(self, path: str, body: dict[str, Any] | None, wanted: Callable[[Any], Any]) -> Any:
-        """The part of the server's answer that `wanted` returns. Raises SelfspecError."""
+    def _said(self, path: str, body: dict[str, Any] | None, select: Callable[[Any], Any]) -> Any:
+        """The part of the server's answer that `select` returns. Raises SelfspecError."""
         try:
             method = "GET" if body is None else "POST"
             answer = self._client.request(method, f"{self._url}/{path}", json=body)
             answer.raise_for_status()
-            return wanted(answer.json())
+            return select(answer.json())
         except self._failures as error:
             raise SelfspecError(f"{self._url} did not answer: {first_line(error)}") from error
         except (ValueError, LookupError, TypeError) as error:
@@ -380,11 +380,11 @@ class Talk:
     def record(self) -> Record:
         """The conversation as a line of the file, without a seed, and maybe without answers."""
         row: Record = {"family": self.family} if self.family else {}
-        read = [] if self.answers else [{"role": "user", "content": self.question}]
-        messages = [*self.messages, *read]
+        unanswered = [] if self.answers else [{"role": "user", "content": self.question}]
+        messages = [*self.messages, *unanswered]
         if self.turns.raw:
-            said = (turn["content"] for turn in messages)
-            row |= zip(("prompt", "completion"), said, strict=False)
+            texts = (turn["content"] for turn in messages)
+            row |= zip(("prompt", "completion"), texts, strict=False)
         else:
             row["messages"] = messages
         ids, spans = [*(self.ids or self.prompt)], [list(span) for span in self.answers]
@@ -393,7 +393,7 @@ class Talk:
             row["answer_start"] = spans[0][0]
         else:
             row["answers"] = spans
-        return row if read else row | {"sampled": self.sampled, "loops": self.loops}
+        return row if unanswered else row | {"sampled": self.sampled, "loops": self.loops}
 
 
 Proposal = tuple[list[Record], Counts]  # a batch's rows, and counts of those that were dropped
@@ -419,8 +419,8 @@ class Author:
         Raises InvalidData without a chat template, InvalidOption if answers leave prompts no room.
         """
         self.options, self.backbone, self._watch = options, backbone, watch
-        plain = Turns(tokenizer, None, "", "", raw=True)  # no template: a base model continues
-        self.turns = plain if options.raw else Turns.of(tokenizer, options.system)
+        raw_turns = Turns(tokenizer, None, "", "", raw=True)  # no template: a base model continues
+        self.turns = raw_turns if options.raw else Turns.of(tokenizer, options.system)
         self.invents = endpoint is None  # a server writes no user turns
         self.room = min(options.max_prompt_tokens, backbone.max_positions - options.max_new_tokens)
         """Tokens of the longest prompt."""
@@ -444,7 +444,7 @@ class Author:
         """Run scripts, many texts at a time; returns their records in order."""
         texts, running = self._server or Texts(self.backbone, self._watch), dict[Hashable, Any]()
         ready = deque((place, script, None) for place, script in enumerate(scripts))
-        found: dict[int, Record | None] = {}
+        records: dict[int, Record | None] = {}
         while ready or running:
             for _ in range(len(ready)):
                 if len(running) == MOST_TEXTS:
@@ -453,7 +453,7 @@ class Author:
                 try:
                     ask = script.send(ids)
                 except StopIteration as end:
-                    found[place] = end.value
+                    records[place] = end.value
                     continue
                 if ask is None:
                     ready.append((place, script, None))
@@ -461,7 +461,7 @@ class Author:
                     running[texts.add(ask)] = place, script
             ended = [(*running.pop(text), ids) for text, ids in texts.step()]
             ready.extendleft(reversed(ended))  # continue these before new ones begin
-        return [record for _, record in sorted(found.items()) if record is not None]
+        return [record for _, record in sorted(records.items()) if record is not None]
 
     def answer(self, talks: Iterable[Talk]) -> Proposal:
         """Answer conversations whose user turns are given."""
@@ -489,20 +489,20 @@ class Author:
                 options.temperature if talk.sampled else None,
                 messages=(*talk.messages, question),
             )
-            kept = ids[: loop_start(ids)]
-            text = talk.turns.continuation(talk.prompt, kept)
+            answer = ids[: loop_start(ids)]
+            text = talk.turns.continuation(talk.prompt, answer)
             if not text.strip():
                 break
             talk.messages += [question, {"role": "assistant", "content": text}]
-            talk.ids = talk.prompt + kept
+            talk.ids = talk.prompt + answer
             talk.answers.append((len(talk.prompt), len(talk.ids)))
-            talk.loops += len(kept) < len(ids)
-            if kept[-1] not in self._ends or not talk.pending:
+            talk.loops += len(answer) < len(ids)
+            if answer[-1] not in self._ends or not talk.pending:
                 break
-            said = talk.pending.pop(0)
-            if said is None:
-                said = yield from self.ask(talk.turns.next_prompt(talk.ids, None), talk.rng)
-            talk.question = (said or "").strip()
+            turn = talk.pending.pop(0)
+            if turn is None:
+                turn = yield from self.ask(talk.turns.next_prompt(talk.ids, None), talk.rng)
+            talk.question = (turn or "").strip()
             talk.prompt = talk.turns.next_prompt(talk.ids, talk.question)
         if talk.answers:
             return talk.record()
@@ -590,23 +590,23 @@ class Written:
         else:
             return True
         header = author.turns.ids(author.turns.before + opening)
-        said = (yield from author.ask(header, row.rng)) or ""
+        text = (yield from author.ask(header, row.rng)) or ""
         if begin is not None:
-            line = said.strip("\n").split("\n")[0]
+            line = text.strip("\n").split("\n")[0]
             row.values["question"] = begin + line[: line.find("?") + 1]
             return "?" in line
-        row.values["turn0"] = (opening + said).strip()
+        row.values["turn0"] = (opening + text).strip()
         row.turns = ("{turn0}", *row.turns[1:])
-        return bool(said.strip())
+        return bool(text.strip())
 
-    def _passage(self, row: Row, wanted: Passage, articles: list[str]) -> str:
+    def _passage(self, row: Row, passage: Passage, articles: list[str]) -> str:
         """The text for {passage}: passages cut to length, and numbered if there are several."""
-        sizes = wanted.sizes(row.rng)
+        sizes = passage.sizes(row.rng)
         texts = row.rng.sample(articles, min(len(sizes), len(articles)))
         texts = texts or self._prompts.passages_of(row, sizes)
         room = (self._author.room - _LEAST_ROOM) // len(texts)
         cut = [self._cut(text, min(size, room)) for text, size in zip(texts, sizes, strict=False)]
-        if wanted.count[1] == 1:
+        if passage.count[1] == 1:
             return cut[0]
         return "\n\n".join(f"Passage {number}: {text}" for number, text in enumerate(cut, 1))
 
@@ -616,9 +616,9 @@ class Written:
         ids = turns.ids(text)
         if len(ids) <= tokens:
             return text.strip()
-        kept = turns.text(ids[:tokens])
-        end = max(kept.rfind(mark) for mark in (". ", ".\n", "! ", "? ", "\n\n", "。", "！", "？"))
-        return kept[: end + 1].strip() if end > len(kept) // 3 else kept.rpartition(" ")[0] or kept
+        part = turns.text(ids[:tokens])
+        end = max(part.rfind(mark) for mark in (". ", ".\n", "! ", "? ", "\n\n", "。", "！", "？"))
+        return part[: end + 1].strip() if end > len(part) // 3 else part.rpartition(" ")[0] or part
 
 
 class Admission:
@@ -644,28 +644,28 @@ class Admission:
 
     def admit(self, index: int, proposed: list[Record], counts: Counts) -> list[Record]:  # noqa: ARG002  # in order
         """The rows to keep. Raises InvalidOption if several batches had no usable row."""
-        kept = [one for one in proposed if self._is_new(one, counts)]
-        self._idle = 0 if kept else self._idle + 1
+        rows = [row for row in proposed if self._is_new(row, counts)]
+        self._idle = 0 if rows else self._idle + 1
         if self._idle == _PATIENCE:
             raise InvalidOption(
                 f"no row of {_PATIENCE} batches could be used; in all: {counts.dropped()}. Give "
                 "prompts of your own with --questions; a base model wants --raw"
             )
-        return kept
+        return rows
 
     def _is_new(self, record: Record, counts: Counts) -> bool:
         """Whether question and answer are new. Dropped rows are not remembered, as in a new run."""
-        asked, sample, reason = key(_said(record, "user")[0]), _sample(record), ""
+        question, sample, reason = key(_said(record, "user")[0]), _sample(record), ""
         if _holds(self._excluded, "\n".join(_said(record))):
             reason = "excluded"
-        elif asked in self._asked:
+        elif question in self._asked:
             reason = "duplicates"
         elif len(sample) >= _FEWEST_NGRAMS and len(sample & self._said) >= _ALIKE * len(sample):
             reason = "alike"
         if reason:
             counts.add(record["family"], reason)
             return False
-        self._asked.add(asked)
+        self._asked.add(question)
         self._said |= sample
         return True
 
@@ -696,8 +696,8 @@ def _said(record: Record, *roles: str) -> list[str]:
     """Texts of a record's turns, of all or some roles; prompt and completion count as turns."""
     plain = {"user": record.get("prompt"), "assistant": record.get("completion")}
     turns = [(turn["role"], turn["content"]) for turn in record.get("messages", ())]
-    spoken = turns or [(role, text) for role, text in plain.items() if text is not None]
-    return [text for role, text in spoken if not roles or role in roles]
+    pairs = turns or [(role, text) for role, text in plain.items() if text is not None]
+    return [text for role, text in pairs if not roles or role in roles]
 
 
 class Given:
@@ -709,8 +709,8 @@ class Given:
         """`reader` parses with `talk_of`; `done` batches are already written."""
         self._reader, self._options, self._excluded = reader, options, excluded
         self._rows, self._read = iter(reader), done
-        before = itertools.islice(self._rows, done * options.batch_size)
-        self._known = {key(talk.asked()) for talk in before}
+        talks = itertools.islice(self._rows, done * options.batch_size)
+        self._known = {key(talk.asked()) for talk in talks}
         self._waiting: dict[int, tuple[list[Talk] | None, int, int]] = {}
 
     def batch(self, index: int, missing: int) -> list[Talk] | None:  # noqa: ARG002  # all of them
@@ -719,24 +719,24 @@ class Given:
             rng = random.Random(batch_seed(self._options.seed, self._read))
             talks, fresh = [*itertools.islice(self._rows, self._options.batch_size)], list[Talk]()
             for talk in talks:
-                if (asked := key(talk.asked())) not in self._known:
-                    self._known.add(asked)
+                if (question := key(talk.asked())) not in self._known:
+                    self._known.add(question)
                     fresh.append(talk)
                     talk.sampled = rng.random() >= self._options.greedy_share
                     talk.rng = random.Random(rng.getrandbits(62))
-            found = fresh if talks else None
-            self._waiting[self._read] = found, len(talks) - len(fresh), self._reader.skipped
+            batch = fresh if talks else None
+            self._waiting[self._read] = batch, len(talks) - len(fresh), self._reader.skipped
             self._read += 1
         return self._waiting[index][0]
 
     def admit(self, index: int, proposed: list[Record], counts: Counts) -> list[Record]:
         """All rows but those with excluded n-grams."""
         _, duplicates, skipped = self._waiting.pop(index)
-        kept = [one for one in proposed if not _holds(self._excluded, "\n".join(_said(one)))]
+        rows = [row for row in proposed if not _holds(self._excluded, "\n".join(_said(row)))]
         counts.add("", "duplicates", duplicates)
         counts.add("", "bad_rows", skipped - counts.total("bad_rows"))
-        counts.add("", "excluded", len(proposed) - len(kept))
-        return kept
+        counts.add("", "excluded", len(proposed) - len(rows))
+        return rows
 
 
 def talk_of(record: Record, tokenizer: PreTrainedTokenizerBase, system: str | None) -> Talk:

@@ -88,7 +88,7 @@ class Reader(Generic[T]):
         """Yield parsed rows. Raises InvalidData: source, row, reason."""
         for place, row in rows(self.source):
             try:
-                made = self.parse(_record(row))
+                parsed = self.parse(_record(row))
             except (InvalidData, InvalidPrompt) as error:
                 if not self.skip_bad_rows:
                     advice = "" if self.skip_bad_rows is None else ". Skip them: --skip-bad-rows"
@@ -96,13 +96,13 @@ class Reader(Generic[T]):
                 self.first_skipped = self.first_skipped or f"{place} {error}"
                 self.skipped += 1
                 continue
-            yield made
+            yield parsed
 
     def report(self) -> None:
         """Log how many rows were skipped, and why the first was."""
         if self.skipped:
-            words = "%s: skipped %d bad rows, the first: %s"
-            logger.warning(words, self.source, self.skipped, self.first_skipped)
+            message = "%s: skipped %d bad rows, the first: %s"
+            logger.warning(message, self.source, self.skipped, self.first_skipped)
 
 
 def read_conversations(
@@ -120,26 +120,26 @@ def read_conversations(
     """
 
     def parse(record: dict[str, Any]) -> Conversation:
-        ids = (found := encoded(record, tokenizer)).ids
+        ids = (conversation := encoded(record, tokenizer)).ids
         if len(ids) < 2:
             raise InvalidData(f"has {len(ids)} tokens, expected at least 2")
         if len(ids) > max_length:
             raise InvalidData(f"has {len(ids)} tokens, at most {max_length} fit into a batch")
-        for wrong in (min(ids), max(ids)):
-            if not 0 <= wrong < vocab_size:
-                raise InvalidData(f"holds token id {wrong}, expected 0..{vocab_size - 1}")
-        return found
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < vocab_size:
+                raise InvalidData(f"holds token id {token}, expected 0..{vocab_size - 1}")
+        return conversation
 
     reader = Reader(path, parse, skip_bad_rows=skip_bad_rows)
-    read, left = list[Conversation](), max_tokens or sys.maxsize
+    conversations, room = list[Conversation](), max_tokens or sys.maxsize
     for conversation in reader:
-        read.append(conversation)
-        if (left := left - len(conversation.answer_ids)) <= 0:
+        conversations.append(conversation)
+        if (room := room - len(conversation.answer_ids)) <= 0:
             break
     reader.report()
-    if not read:
+    if not conversations:
         raise InvalidData(f"{path} holds no conversations. Expected one JSON object per line")
-    return read
+    return conversations
 
 
 def split(conversations: Sequence[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
@@ -201,8 +201,8 @@ def rows(source: str | Path) -> Iterator[tuple[str, Any]]:
 def _file_of(source: str | Path) -> Path | None:
     """The file that a source names; None for a data set. Raises InvalidOption for odd names."""
     path = local_path(source)
-    named = path.exists() or path.name.endswith(_FILE_SUFFIXES) or not HUB_ID.fullmatch(str(source))
-    return None if path.is_dir() or not named else path
+    local = path.exists() or path.name.endswith(_FILE_SUFFIXES) or not HUB_ID.fullmatch(str(source))
+    return None if path.is_dir() or not local else path
 
 
 @contextmanager
@@ -233,14 +233,14 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
             yield f"line {number}", line
 
 
-def _parsed(content: bytes, where: str = "") -> Any:
+def _parsed(content: bytes, label: str = "") -> Any:
     try:
         return json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        why: object = error
+        reason: object = error
         if isinstance(error, json.JSONDecodeError):
-            why = f"{error.msg}, character {error.pos + 1}"
-        raise InvalidData(f"{where}is not JSON in UTF-8: {why}") from error
+            reason = f"{error.msg}, character {error.pos + 1}"
+        raise InvalidData(f"{label}is not JSON in UTF-8: {reason}") from error
 
 
 def _data_set(name: str, file: Path | None = None) -> Iterator[tuple[str, Any]]:
@@ -253,11 +253,11 @@ def _data_set(name: str, file: Path | None = None) -> Iterator[tuple[str, Any]]:
         ) from error
     failures = (OSError, ValueError, LookupError, RuntimeError, datasets.exceptions.DatasetsError)
     try:
-        kind, parts = (name, None) if file is None else (file.suffix[1:], str(file))
-        loaded = datasets.load_dataset(kind, data_files=parts, split="train")
+        kind, data_file = (name, None) if file is None else (file.suffix[1:], str(file))
+        data_set = datasets.load_dataset(kind, data_files=data_file, split="train")
     except failures as error:
         raise InvalidData(f"cannot read the data set {name}: {first_line(error)}") from error
-    for number, row in enumerate(loaded, start=1):
+    for number, row in enumerate(data_set, start=1):
         yield f"row {number}", row
 
 
@@ -307,15 +307,15 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
     role_key, text_key, roles = "role", "content", _ROLES
     if key == "conversations" and not (isinstance(turns[0], dict) and "role" in turns[0]):
         role_key, text_key, roles = "from", "value", _SHAREGPT_ROLES
-    made = []
+    messages = []
     for turn in turns:
         if not isinstance(turn, dict) or not is_text(turn.get(text_key)):
             raise InvalidData(f"has a message without text as its {text_key}")
         role = turn.get(role_key)
         if not isinstance(role, str) or role not in roles:
             raise InvalidData(f"has role {role!r}, expected {', '.join(roles)}")
-        made.append({"role": roles[role], "content": turn[text_key]})
-    return made
+        messages.append({"role": roles[role], "content": turn[text_key]})
+    return messages
 
 
 def user_turns(record: dict[str, Any]) -> tuple[str, ...]:
@@ -330,11 +330,11 @@ def user_turns(record: dict[str, Any]) -> tuple[str, ...]:
 
 def questions_of(source: str | Path, *, skip_bad_rows: bool | None = None) -> list[tuple[str, ...]]:
     """Read the user's turns of each row. Raises InvalidData if there are none."""
-    found = list(reader := Reader(source, user_turns, skip_bad_rows=skip_bad_rows))
+    questions = list(reader := Reader(source, user_turns, skip_bad_rows=skip_bad_rows))
     reader.report()
-    if not found:
+    if not questions:
         raise InvalidData(f"{source} holds no questions")
-    return found
+    return questions
 
 
 def texts_of(record: dict[str, Any]) -> str:
@@ -365,8 +365,8 @@ def _from_ids(record: dict[str, Any]) -> Conversation:
     pairs = fits(answers, list[tuple[int, int]])
     places = [1, *(place for pair in answers for place in pair), length] if pairs else []
     if not pairs or places != sorted(places) or any(first == end for first, end in answers):
-        wanted = "rising pairs [first, end] in 1..{}" if name == "answers" else "a place in 1..{}"
-        raise InvalidData(f"has {name} {shown(record.get(name))}, expected {wanted.format(length)}")
+        bounds = "rising pairs [first, end] in 1..{}" if name == "answers" else "a place in 1..{}"
+        raise InvalidData(f"has {name} {shown(record.get(name))}, expected {bounds.format(length)}")
     return Conversation(tuple(ids), tuple((first, end) for first, end in answers))
 
 
@@ -387,20 +387,20 @@ def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) 
     answers, ids = [], ids_of(len(messages))
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            before, turn = ids_of(index, asked=True), ids_of(index + 1)
+            prompt, turn = ids_of(index, asked=True), ids_of(index + 1)
             pairs = zip(turn, ids, strict=False)
             end = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
             # some templates end only the last turn
             lost = {*turn[end:]} - {*tokenizer.all_special_ids}
-            if turn[: len(before)] != before or end < len(before) or lost:
+            if turn[: len(prompt)] != prompt or end < len(prompt) or lost:
                 raise InvalidData(
                     f"has an answer, turn {index + 1}, whose tokens the chat template does not "
                     "keep: it may begin with spaces. Change it, or give --skip-bad-rows"
                 )
             # a model stops at its end token, after which the template may have more
-            if (stop := tokenizer.eos_token_id) in (said := turn[len(before) : end]):
-                end -= said[::-1].index(stop)
-            answers.append((len(before), end))
+            if (stop := tokenizer.eos_token_id) in (answer := turn[len(prompt) : end]):
+                end -= answer[::-1].index(stop)
+            answers.append((len(prompt), end))
     return Conversation(tuple(ids), tuple(answers))
 
 
@@ -434,8 +434,8 @@ class Counts:
 
     def add(self, family: str, name: str, count: int = 1) -> None:
         """Count one of KEPT or DROPPED."""
-        found = self.families.setdefault(family, dict.fromkeys((*KEPT, *DROPPED), 0))
-        found[name] += count
+        counts = self.families.setdefault(family, dict.fromkeys((*KEPT, *DROPPED), 0))
+        counts[name] += count
 
     def add_row(self, record: Record) -> None:
         talk, loops = encoded(record, None), record.get("loops", 0)
@@ -444,26 +444,26 @@ class Counts:
             self.add(record.get("family", ""), name, value)
 
     def merge(self, more: Counts) -> None:
-        for family, found in more.families.items():
-            for name, count in found.items():
+        for family, counts in more.families.items():
+            for name, count in counts.items():
                 self.add(family, name, count)
 
     def total(self, name: str) -> int:
-        return sum(found[name] for found in self.families.values())
+        return sum(counts[name] for counts in self.families.values())
 
     def dropped(self) -> str:
         """The counts of dropped rows in all families, in words."""
-        found = {words: self.total(name) for name, words in DROPPED.items()}
-        return ", ".join(f"{count:,} {words}" for words, count in found.items() if count)
+        totals = {phrase: self.total(name) for name, phrase in DROPPED.items()}
+        return ", ".join(f"{count:,} {phrase}" for phrase, count in totals.items() if count)
 
     def words(self) -> str:
         """All counts in words; reasons that did not occur are left out."""
         answers, loops, dropped = self.total("answers"), self.total("loops_cut"), self.dropped()
-        found = (
+        text = (
             f"{self.total('rows'):,} conversations, {self.total('answer_tokens'):,} answer tokens, "
             f"{loops:,} of {answers:,} answers cut where they loop ({loops / max(1, answers):.0%})"
         )
-        return f"{found}; dropped: {dropped}" if dropped else found
+        return f"{text}; dropped: {dropped}" if dropped else text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -480,10 +480,10 @@ class _Run:
     def __post_init__(self) -> None:
         families = self.counts.families.values()
         kinds = {*KEPT, *DROPPED}
-        numbers = [self.bytes, *self.seeds, *(n for found in families for n in found.values())]
+        numbers = [self.bytes, *self.seeds, *(n for counts in families for n in counts.values())]
         if (
             self.format_version != FORMAT_VERSION
-            or any(found.keys() != kinds for found in families)
+            or any(counts.keys() != kinds for counts in families)
             or not all(0 <= number < 2**63 for number in numbers)
         ):
             raise InvalidOption("it has another version, or its counts are wrong")
@@ -515,7 +515,7 @@ class Writer:
     def append(self, lines: Sequence[str], seed: int, counts: Counts) -> None:
         """Add a batch. Raises CannotWrite if the disk is full; earlier batches stay whole."""
         block = self._block(lines)
-        written = replace(
+        run = replace(
             self._run,
             seeds=[*self._run.seeds, seed],
             counts=copy.deepcopy(counts),
@@ -529,8 +529,8 @@ class Writer:
             with suppress(CannotWrite):
                 self._save(self._run)
             raise
-        self._save(written)  # until this is saved, `next` holds the last lines of the file
-        self._run = written
+        self._save(run)  # until this is saved, `next` holds the last lines of the file
+        self._run = run
 
     def records(self) -> Iterator[Record]:
         if self.batches:
@@ -546,44 +546,44 @@ class Writer:
 
     def _resume(self) -> None:
         """Continue from the record, and cut off what a killed run wrote after it."""
-        what = f"{self._record} is no record of this version of selfspec data"
-        with explained(what, f"Delete it and {self.output.name} to start over"):
-            found = record_of(_Run, read_json(self._record, _MOST_BYTES))
-        own, way_out = self._run.versions, f"remove it and {self._record.name}"
-        require_same(self.output, found.options, self._run.options, way_out)
-        if changed := {k: v for k, v in own.items() if found.versions.get(k) != v}:
+        problem = f"{self._record} is no record of this version of selfspec data"
+        with explained(problem, f"Delete it and {self.output.name} to start over"):
+            saved = record_of(_Run, read_json(self._record, _MOST_BYTES))
+        versions, way_out = self._run.versions, f"remove it and {self._record.name}"
+        require_same(self.output, saved.options, self._run.options, way_out)
+        if changed := {k: v for k, v in versions.items() if saved.versions.get(k) != v}:
             logger.warning("%s was begun with other versions than %s", self.output, changed)
         with files.appended(self.output, b""):  # creates it: a run may be killed before that
             pass
-        cut = self._block(found.next)
+        block = self._block(saved.next)
         with open_bytes(self.output) as file:
             size = file.seek(0, os.SEEK_END)
-            if size < found.bytes:
+            if size < saved.bytes:
                 raise InvalidData(
-                    f"{self.output} has {size} bytes, its record says {found.bytes}. Delete both "
+                    f"{self.output} has {size} bytes, its record says {saved.bytes}. Delete both "
                     "to start over"
                 )
-            file.seek(found.bytes)
-            added = file.read(len(cut) + 1)
-        if not cut.startswith(added):
+            file.seek(saved.bytes)
+            added = file.read(len(block) + 1)
+        if not block.startswith(added):
             raise InvalidData(
-                f"{self.output}: what follows byte {found.bytes} was not written by this run. Move "
+                f"{self.output}: what follows byte {saved.bytes} was not written by this run. Move "
                 "it to a file of its own, or give another --output"
             )
-        os.truncate(self.output, found.bytes)
-        self._run = replace(found, next=[])
+        os.truncate(self.output, saved.bytes)
+        self._run = replace(saved, next=[])
 
 
 def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
     """The path of a new file or of one that a Writer may continue. Raises CannotWrite."""
     path, record = Path(output), _record_of(output)
     files.refuse_inputs([path, record], reads)
-    there = [name for name in (path, record) if path.name and os.path.lexists(name)]
-    if odd := [name for name in there if name.is_symlink() or not name.is_file()]:
+    existing = [name for name in (path, record) if path.name and os.path.lexists(name)]
+    if odd := [name for name in existing if name.is_symlink() or not name.is_file()]:
         raise CannotWrite(f"{odd[0]} is a link, a folder or a device. Name a file")
-    if record in there:
+    if record in existing:
         return path
-    if there:
+    if existing:
         raise CannotWrite(
             f"{path} exists, but no {record.name} to continue it by. Give another --output"
         )
