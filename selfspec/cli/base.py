@@ -94,8 +94,8 @@ def selfspec(
     if quiet and verbose:
         raise InvalidOption("--quiet and --verbose at once. Leave one of them out")
     handler = logging.StreamHandler()
-    moves = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    erase = "\r\x1b[K" if moves else ""  # the status line on a terminal
+    can_move = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    erase = "\r\x1b[K" if can_move else ""  # the status line on a terminal
     handler.setFormatter(logging.Formatter(f"{erase}selfspec: %(message)s"))
     package = logging.getLogger("selfspec")
     package.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
@@ -152,8 +152,8 @@ class Flag:
 def _lines(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
     """Split an environment variable at newlines; typer splits at blanks, which stops may hold."""
     source = context.get_parameter_source(str(parameter.name))
-    given = source is not None and source.name == "ENVIRONMENT"
-    return os.environ[str(parameter.envvar)].splitlines() if given else value
+    from_env = source is not None and source.name == "ENVIRONMENT"
+    return os.environ[str(parameter.envvar)].splitlines() if from_env else value
 
 
 def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Flag, ...]:
@@ -163,7 +163,7 @@ def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Fla
     """
     hints, texts, built_in = annotations_of(options), docstrings(options), options()
     flags = []
-    for name in names or [entry.name for entry in fields(options)]:
+    for name in names or [field.name for field in fields(options)]:
         default, hint, text, metavar = getattr(built_in, name), hints[name], texts[name], None
         if name in PARTS:
             hint = str | dict
@@ -254,38 +254,38 @@ def merged(file: Path | None, given: Asked, flags: Sequence[Flag]) -> Named:
     settings are merged setting by setting.
     """
     hints = {flag.name: flag.hint for flag in flags}
-    usual = _read_yaml(default_file(), _known) if default_file().exists() else {}
-    named = _read_yaml(file, hints) if file else {}
-    found = Named()
-    found.names = frozenset(named | given)
-    for values in ({name: usual[name] for name in hints if name in usual}, named, given):
-        above = {name: typed(name, value, hints[name]) for name, value in values.items()}
-        config.check({name: value for name, value in above.items() if name in OPTION_NAMES})
-        check_ranges(above, _Ranges)
-        for name in found.keys() & above.keys():
+    defaults = _read_yaml(default_file(), _known) if default_file().exists() else {}
+    in_file = _read_yaml(file, hints) if file else {}
+    options = Named()
+    options.names = frozenset(in_file | given)
+    for values in ({name: defaults[name] for name in hints if name in defaults}, in_file, given):
+        typed_values = {name: typed(name, value, hints[name]) for name, value in values.items()}
+        config.check({name: value for name, value in typed_values.items() if name in OPTION_NAMES})
+        check_ranges(typed_values, _Ranges)
+        for name in options.keys() & typed_values.keys():
             if dict in members(hints[name]):
-                above[name] = merged_over(name, found[name], above[name])
-        found.update(above)
-    return found
+                typed_values[name] = merged_over(name, options[name], typed_values[name])
+        options.update(typed_values)
+    return options
 
 
 def default_file() -> Path:
     """The user's options for all commands: config.yaml in the system's folder for settings."""
-    base = os.environ.get("XDG_CONFIG_HOME")
-    folder = Path(base, "selfspec") if base else Path(typer.get_app_dir("selfspec"))
+    home = os.environ.get("XDG_CONFIG_HOME")
+    folder = Path(home, "selfspec") if home else Path(typer.get_app_dir("selfspec"))
     return folder / "config.yaml"
 
 
 def _read_yaml(file: Path, known: Iterable[str]) -> Asked:
     """Read option names and values; dashes in names become underscores."""
     try:
-        loaded = files.read_yaml(file) or {}  # None: the file is empty
+        content = files.read_yaml(file) or {}  # None: the file is empty
     except InvalidData as error:
         raise InvalidOption(f"cannot take the config: {error}") from error
-    if not isinstance(loaded, dict):
+    if not isinstance(content, dict):
         raise InvalidOption(f"{file} holds no `option: value` lines")
-    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    if len(values) < len(loaded):
+    values = {str(key).replace("-", "_"): value for key, value in content.items()}
+    if len(values) < len(content):
         raise InvalidOption(f"{file} has a key twice, with a dash and with an underscore")
     check_keys(values, known, f"key in {file}:")
     return values
@@ -296,7 +296,7 @@ def picked(asked: Mapping[str, Any], flags: Iterable[Flag]) -> Asked:
 
 
 def options_of(kind: type[Options], asked: Asked) -> Options:
-    names = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
     return kind(**{name: value for name, value in asked.items() if name in names})
 
 
@@ -309,8 +309,8 @@ def require(asked: Asked, *names: str) -> None:
 
 def refuse(asked: Named, names: Set[str], why: str) -> None:
     """Raise InvalidOption if this command was given one of `names`, which it would ignore."""
-    if given := asked.names & names:
-        raise InvalidOption(f"{min(given)} {why}")
+    if ignored := asked.names & names:
+        raise InvalidOption(f"{min(ignored)} {why}")
 
 
 def inputs(asked: Asked) -> list[object]:
@@ -328,8 +328,8 @@ def kv_memory(asked: Asked) -> int | None:
         return None
     if match := re.fullmatch(r"(\d{1,15}(?:\.\d+)?) *([KMGT]?)(i?)B?", size, re.ASCII | re.I):
         unit = (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
-        if found := int(float(match[1]) * unit):
-            return found
+        if num_bytes := int(float(match[1]) * unit):
+            return num_bytes
     raise InvalidOption(f"kv_memory is {size!r}, expected a size like 500MB or 2GB")
 
 
@@ -347,8 +347,8 @@ class GroupedCommand(TyperCommand):
             if everything:
                 parameter.hidden = False  # type: ignore[attr-defined]  # options have it
             if record := parameter.get_help_record(ctx):
-                usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                heading = getattr(parameter, "rich_help_panel", None) or usual
+                default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                heading = getattr(parameter, "rich_help_panel", None) or default
                 sections.setdefault(heading, []).append(record)
         names = {parameter.name for parameter in self.params}
         for name in PARTS:
@@ -359,8 +359,8 @@ class GroupedCommand(TyperCommand):
                 formatter.write_dl(rows)
 
 
-def _show_all(context: typer.Context, asked: bool) -> None:
-    if asked:
+def _show_all(context: typer.Context, everything: bool) -> None:
+    if everything:
         context.meta["help_all"] = True
         emit(context.get_help() + "\n")
         raise typer.Exit
@@ -375,8 +375,8 @@ def docstrings(options: type) -> dict[str, str]:
     """The first paragraph of each field's docstring, inherited fields too, on one line."""
     texts: dict[str, str] = {}
     for kind in filter(is_dataclass, reversed(options.__mro__)):
-        made: Any = ast.parse(inspect.getsource(kind)).body[0]
-        for pair in itertools.pairwise(made.body):
+        definition: Any = ast.parse(inspect.getsource(kind)).body[0]
+        for pair in itertools.pairwise(definition.body):
             match pair:
                 case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     texts[name] = " ".join(text.split("\n\n")[0].split())
@@ -385,23 +385,23 @@ def docstrings(options: type) -> dict[str, str]:
 
 def _metavar(hint: Any, separator: str) -> str | None:
     """The placeholder for a value of this type: `N`, or `N[,N..]` for several."""
-    many = [member for member in members(hint) if get_origin(member) is tuple]
+    tuples = [member for member in members(hint) if get_origin(member) is tuple]
     names: dict[Any, str] = {int: "N", float: "X", str: "TEXT", list[str]: "TEXT"}
-    one = names.get(get_args(many[0])[0] if many else members(hint)[0])
-    return f"{one}[{separator}{one}..]" if many else one
+    name = names.get(get_args(tuples[0])[0] if tuples else members(hint)[0])
+    return f"{name}[{separator}{name}..]" if tuples else name
 
 
 def part_settings(kinds: Kinds) -> Iterator[tuple[str, str]]:
     """Yield kinds, each followed by its settings, as pairs of a term and its meaning."""
-    for kind, made in kinds.items():
+    for kind, part in kinds.items():
         if kind:
-            yield kind, " ".join((made.__doc__ or "").split())
-        built_in, hints, texts = made(), annotations_of(made), docstrings(made)
-        for entry in fields(made):
-            value = getattr(built_in, entry.name)
-            usual = "" if value is None else f" Default: {as_word(value)}."
-            term = f"{kind}:{entry.name}" if kind else entry.name
-            yield f"{term}={_metavar(hints[entry.name], '/')}", texts[entry.name] + usual
+            yield kind, " ".join((part.__doc__ or "").split())
+        built_in, hints, texts = part(), annotations_of(part), docstrings(part)
+        for field in fields(part):
+            value = getattr(built_in, field.name)
+            default = "" if value is None else f" Default: {as_word(value)}."
+            term = f"{kind}:{field.name}" if kind else field.name
+            yield f"{term}={_metavar(hints[field.name], '/')}", texts[field.name] + default
 
 
 # --- flags of several commands, and how they load and call a speculator
@@ -465,16 +465,16 @@ _NO_FOLDER = hub.LOGIT_LENS, hub.NO_HEADS
 
 def answering(asked: Asked) -> Asked:
     """Keywords of `Speculator.generate`, checked; names of files become their contents."""
-    found = picked(asked, GENERATION)
-    check_ranges(found, config.GenerateOptions)
+    options = picked(asked, GENERATION)
+    check_ranges(options, config.GenerateOptions)
     for name, read in (("json_schema", files.read_json), ("grammar", files.read_text)):
-        if name in found:
-            file, found[name] = found[name], read(Path(found[name]))
-            if found[name] is None:
+        if name in options:
+            file, options[name] = options[name], read(Path(options[name]))
+            if options[name] is None:
                 raise InvalidOption(f"{file} holds null, expected a schema")
-    if (grammar := config.wanted_grammar(found)) is not None:
+    if (grammar := config.wanted_grammar(options)) is not None:
         config.check_grammar(grammar)
-    return found
+    return options
 
 
 def load(asked: Asked, *, compared: bool = False) -> Speculator:
@@ -487,19 +487,19 @@ def load(asked: Asked, *, compared: bool = False) -> Speculator:
     from rich.console import Console
     from rich.live import Live
 
-    doing = f"loading {asked.get('model', 'the default model')}: "
+    title = f"loading {asked.get('model', 'the default model')}: "
     with Live(
-        f"{doing}importing torch and transformers",
+        f"{title}importing torch and transformers",
         console=Console(stderr=True, quiet=is_quiet(), markup=False, highlight=False, emoji=False),
         refresh_per_second=1,
         transient=True,
         redirect_stdout=False,  # downloads have bars of their own
         redirect_stderr=False,
-    ) as line:
+    ) as status:
         from selfspec.api import speculator
         from selfspec.model.weights import keep_numbers
 
-        line.update(f"{doing}reading and checking it")
+        status.update(f"{title}reading and checking it")
         loaded = speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
         if compared:
             keep_numbers(loaded.model)
@@ -517,19 +517,19 @@ def check_template(asked: Named, command: str = "generate") -> None:
         read_template(asked["chat_template"])
     if raw or name is None or "chat_template" in asked or hub.brings_template(name):
         return
-    known = [*hub.list_heads(), *known_folders()]
+    folders = [*hub.list_heads(), *known_folders()]
     if heads:
-        known = [] if heads in _NO_FOLDER else [hub.resolve_heads(heads)]
-    passed = [] if heads else [SelfspecError]  # skip damaged folders that the user did not name
-    for folder in known:
-        with contextlib.suppress(*passed):
+        folders = [] if heads in _NO_FOLDER else [hub.resolve_heads(heads)]
+    errors = [] if heads else [SelfspecError]  # skip damaged folders that the user did not name
+    for folder in folders:
+        with contextlib.suppress(*errors):
             if read_config(folder).get("chat_template"):
                 return
-    words = sys.argv[1:] if command in sys.argv else [command, "--model", name]
-    words.insert(words.index(command) + 1, "--raw")
-    plain = shlex.join(["selfspec", *words])
-    wrong = f"{name} has no chat template: is it a base model? {advice(name)}"
-    raise InvalidPrompt(f"{wrong}; or continue a text: {plain}")
+    arguments = sys.argv[1:] if command in sys.argv else [command, "--model", name]
+    arguments.insert(arguments.index(command) + 1, "--raw")
+    raw_command = shlex.join(["selfspec", *arguments])
+    problem = f"{name} has no chat template: is it a base model? {advice(name)}"
+    raise InvalidPrompt(f"{problem}; or continue a text: {raw_command}")
 
 
 def check_model(asked: Asked) -> None:
@@ -537,14 +537,14 @@ def check_model(asked: Asked) -> None:
     if "device" in asked and not re.fullmatch(r"[a-z]+(:[0-9]+)?", asked["device"]):
         raise InvalidOption(f"device is {asked['device']!r}, expected cpu, cuda, cuda:0 or auto")
     options = SpeculationOptions().updated(picked(asked, SPECULATION))
-    lacking = {
+    needs = {
         "draft-model": "draft_model" not in asked and "a second model. Give --draft-model",
         "rest": "datastore" not in asked and "a datastore. Give --datastore",
         "exit": asked.get("heads") == hub.NO_HEADS and "heads. Leave --heads none out",
     }
-    for part, what in lacking.items():
-        if what and "drafter" in asked and options.speculate and options.uses(part):
-            raise InvalidOption(f"drafter {options.drafter} needs {what}")
+    for part, need in needs.items():
+        if need and "drafter" in asked and options.speculate and options.uses(part):
+            raise InvalidOption(f"drafter {options.drafter} needs {need}")
     if "datastore" in asked:
         files.check_safetensors(files.local_path(asked["datastore"]))
     models = asked.keys() & {"model", "draft_model"}
@@ -554,11 +554,11 @@ def check_model(asked: Asked) -> None:
         hub.require_model(asked[name])
     heads = asked.get("heads", hub.NO_HEADS if models else hub.DEFAULT_HEADS)
     if heads not in _NO_FOLDER and asked.keys() & {"heads", "drafter"}:
-        held = read_config(hub.resolve_heads(heads))["exit_layers"]
+        fitted = read_config(hub.resolve_heads(heads))["exit_layers"]
         for layer in options.exit.layers or ():
-            if layer not in held:
-                there = ", ".join(map(str, held))
-                raise InvalidOption(f"exit layer {layer} is not among those of {heads}: {there}")
+            if layer not in fitted:
+                choices = ", ".join(map(str, fitted))
+                raise InvalidOption(f"exit layer {layer} is not among those of {heads}: {choices}")
 
 
 # --- prompts
@@ -655,22 +655,22 @@ def refused(error: Exception) -> str | None:
             return f"cannot use {error.filename}: {error.strerror}"
         return f"cannot write standard output or a file: {error.strerror}"
     text = str(error)
-    short = re.search("out of memory|allocate memory|failed to map segment", text)
-    if isinstance(error, MemoryError) or short:
+    match = re.search("out of memory|allocate memory|failed to map segment", text)
+    if isinstance(error, MemoryError) or match:
         return f"there is not enough memory: {first_line(error)}. Ask for less, or free some"
     return None
 
 
 def bug(error: Exception, arguments: Sequence[str], trace: str) -> str:
     """Write the command and the traceback to a file; return the line that reports the bug."""
-    found = f"this is a bug in selfspec: {type(error).__name__}: {first_line(error)}"
+    message = f"this is a bug in selfspec: {type(error).__name__}: {first_line(error)}"
     command = f"selfspec {metadata.version('selfspec')}: {shlex.join(arguments)}"
     try:
         path = files.cache_folder() / "bugs" / f"{time.time_ns()}.txt"
         files.write(path, f"{command}\n\n{trace}".encode("utf-8", "backslashreplace"))
     except (SelfspecError, OSError) as problem:
-        return f"{found}. No report could be written ({problem}). To see more, add --debug"
-    return f"{found}. A report is in {path}: please send it with what `selfspec env` says"
+        return f"{message}. No report could be written ({problem}). To see more, add --debug"
+    return f"{message}. A report is in {path}: please send it with what `selfspec env` says"
 
 
 def statistics(answer: Generation, kind: Stats) -> str:
@@ -685,8 +685,8 @@ def statistics(answer: Generation, kind: Stats) -> str:
 def say_if_cut(answer: Generation, options: Mapping[str, Any]) -> None:
     """Log that an answer was cut by the default limit, which the user did not set."""
     if answer.stop_reason == "length" and "max_new_tokens" not in options:
-        said = "the answer was cut after %s; more: --max-new-tokens"
-        logger.info(said, counted(len(answer.token_ids), "token"))
+        message = "the answer was cut after %s; more: --max-new-tokens"
+        logger.info(message, counted(len(answer.token_ids), "token"))
 
 
 def is_first() -> bool:
@@ -698,8 +698,8 @@ def say_next(command: str, asked: Asked, *words: str) -> None:
     """Print the next command to run with the same model, ready to paste."""
     if is_first():
         flags = {"model": "--model", "dtype": "--dtype", "chat_template": "--chat-template"}
-        named = [(flags[name], str(asked[name])) for name in flags if name in asked]
-        note(f"next: {shlex.join(['selfspec', command, *words, *itertools.chain(*named)])}")
+        pairs = [(flags[name], str(asked[name])) for name in flags if name in asked]
+        note(f"next: {shlex.join(['selfspec', command, *words, *itertools.chain(*pairs)])}")
 
 
 def raw_flag(tokenizer: object) -> list[str]:
@@ -739,20 +739,20 @@ def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., N
         progress.TimeRemainingColumn(),
     )
     console, disable = Console(stderr=True), is_quiet() or not is_first()
-    said = -LOGGED_S
-    with progress.Progress(*columns, console=console, disable=disable) as drawn:
-        task = drawn.add_task(name, total=None, words="")
+    logged_at = -LOGGED_S
+    with progress.Progress(*columns, console=console, disable=disable) as display:
+        task = display.add_task(name, total=None, words="")
 
         def show(done: int, total: int | None, words: str = "", *, found: bool = False) -> None:
-            nonlocal said
-            change = drawn.reset if found else drawn.update  # a reset restarts the clock
+            nonlocal logged_at
+            change = display.reset if found else display.update  # a reset restarts the clock
             change(task, completed=done, total=total, words=words)
-            if rate and (speed := drawn.tasks[0].speed):
-                drawn.update(task, words=f"{speed:,.0f} {unit}/s")
-            moves = console.is_terminal and not console.is_dumb_terminal
-            if not moves and not disable and time.monotonic() >= said + LOGGED_S:
-                said = time.monotonic()
-                console.print(drawn.get_renderable())
+            if rate and (speed := display.tasks[0].speed):
+                display.update(task, words=f"{speed:,.0f} {unit}/s")
+            can_move = console.is_terminal and not console.is_dumb_terminal
+            if not can_move and not disable and time.monotonic() >= logged_at + LOGGED_S:
+                logged_at = time.monotonic()
+                console.print(display.get_renderable())
 
         yield show
 
@@ -770,8 +770,8 @@ def repair_streams() -> None:
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     # a stdout that was closed is read-only now: the first write to it raises an error
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    errors = io.BufferedWriter(_Forgiving(2, "wb", closefd=False))
-    sys.stderr = io.TextIOWrapper(errors, errors="backslashreplace", line_buffering=True)
+    buffer = io.BufferedWriter(_Forgiving(2, "wb", closefd=False))
+    sys.stderr = io.TextIOWrapper(buffer, errors="backslashreplace", line_buffering=True)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -73,12 +73,12 @@ class Chat:
                 return
             name, _, rest = line.partition(" ")
             check_keys([name], COMMANDS, "command")
-            (takes, _, act), given = COMMANDS[name], rest.strip()
-            if given and not takes:
-                raise InvalidOption(f"{name} takes no argument. Leave {given!r} out")
-            if not given and takes.isalpha():
-                raise InvalidOption(f"{name} needs a {takes.lower()}. Name one")
-            act(self, given)
+            (metavar, _, act), argument = COMMANDS[name], rest.strip()
+            if argument and not metavar:
+                raise InvalidOption(f"{name} takes no argument. Leave {argument!r} out")
+            if not argument and metavar.isalpha():
+                raise InvalidOption(f"{name} needs a {metavar.lower()}. Name one")
+            act(self, argument)
         except SelfspecError as error:
             base.complain(error)
         except KeyboardInterrupt:  # not in an answer: only the command is stopped
@@ -95,10 +95,10 @@ class Chat:
 
     def _reply(self, question: str) -> None:
         """Answer a turn. Text cut by Ctrl-C stays; a turn without any text is forgotten."""
-        asked = [*self.messages, *base.conversation(None, question)]
+        messages = [*self.messages, *base.conversation(None, question)]
         end = ""  # after an error, which is printed itself
         try:
-            stream = self._session.stream(asked, **self.options)
+            stream = self._session.stream(messages, **self.options)
             try:
                 for piece in stream:
                     self.writer.piece(piece, stream.giver)
@@ -108,31 +108,31 @@ class Chat:
                 end = " …\n"
         finally:
             self.writer.end(end)
-        found = stream.result
-        if not found.text:
+        answer = stream.result
+        if not answer.text:
             return
-        self.messages = [*asked, {"role": "assistant", "content": found.text}]
-        self.tokens = found.stats.prompt_tokens + found.stats.new_tokens
-        self.last = found
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        self.tokens = answer.stats.prompt_tokens + answer.stats.new_tokens
+        self.last = answer
         if end == "\n":
-            base.say_if_cut(found, self.options)
+            base.say_if_cut(answer, self.options)
         if self.stats is not None:
-            base.aside(base.statistics(found, self.stats))
+            base.aside(base.statistics(answer, self.stats))
 
     def _replace(self, messages: list[dict[str, str]]) -> None:
         self.messages, self.last, self.tokens = messages, None, 0
         tokenizer = self.speculator.tokenizer
-        if tokenizer is not None and any(entry["role"] == "user" for entry in messages):
+        if tokenizer is not None and any(message["role"] == "user" for message in messages):
             from selfspec.api.text import encode
 
             with suppress(InvalidPrompt):
                 self.tokens = encode(tokenizer, list(messages)).shape[1]
 
     def _take_back(self) -> str:
-        for place, entry in reversed([*enumerate(self.messages)]):
-            if entry["role"] == "user":
-                self._replace(self.messages[:place])
-                return entry["content"]
+        for index, message in reversed([*enumerate(self.messages)]):
+            if message["role"] == "user":
+                self._replace(self.messages[:index])
+                return message["content"]
         raise InvalidOption("there is no question yet. Ask something")
 
     def _help(self, _: str) -> None:
@@ -140,8 +140,8 @@ class Chat:
         from rich.text import Text
 
         grid = Table.grid(padding=(0, 2, 0, 0))
-        for name, (takes, text, _act) in COMMANDS.items():
-            grid.add_row(Text(f"{name} {takes}"), Text(text))
+        for name, (metavar, text, _act) in COMMANDS.items():
+            grid.add_row(Text(f"{name} {metavar}"), Text(text))
         base.emit(base.rendered(grid))
         self.writer.line(
             "Enter sends, Alt-Enter or a backslash at the end of a line begins a new one. A pasted "
@@ -152,8 +152,8 @@ class Chat:
             self.writer.line("The colour of a token says where it came from:")
             heads, options = self.speculator.heads, self.speculator.options
             layers = () if heads is None else heads.layers_in_use(options)
-            others = [Giver(source) for source in SOURCES if source != EXIT]
-            for giver in (*others, *(Giver(EXIT, layer) for layer in layers)):
+            givers = [Giver(source) for source in SOURCES if source != EXIT]
+            for giver in (*givers, *(Giver(EXIT, layer) for layer in layers)):
                 style = giver.colour(self.speculator.backbone.num_layers) or ""
                 self.writer.line(f"  {giver.words}", style)
 
@@ -167,43 +167,43 @@ class Chat:
         self.writer.line(f"taken back: {self._take_back().splitlines()[0]}")
 
     def _retry(self, _: str) -> None:
-        kept = self.messages, self.last, self.tokens
+        state = self.messages, self.last, self.tokens
         question = self._take_back()
         try:
             self._reply(question)
         finally:
             if self.last is None:  # without a new answer, the old one stays
-                self.messages, self.last, self.tokens = kept
+                self.messages, self.last, self.tokens = state
 
     def _system(self, text: str) -> None:
         if text:
-            rest = [entry for entry in self.messages if entry["role"] != "system"]
-            self._replace([*base.conversation(text), *rest])
-        found = [entry["content"] for entry in self.messages[:1] if entry["role"] == "system"]
-        self.writer.line(f"system: {found[0]}" if found else "no system message")
+            others = [message for message in self.messages if message["role"] != "system"]
+            self._replace([*base.conversation(text), *others])
+        texts = [message["content"] for message in self.messages[:1] if message["role"] == "system"]
+        self.writer.line(f"system: {texts[0]}" if texts else "no system message")
 
     def _clear(self, _: str) -> None:
-        self._replace([entry for entry in self.messages[:1] if entry["role"] == "system"])
+        self._replace([message for message in self.messages[:1] if message["role"] == "system"])
 
     def save(self, name: str) -> None:
         values = {"made_by": "selfspec chat", "model": self.speculator.label}
         path = files.check_file(files.local_path(name), overwrite=True)
-        talk = json.dumps(values | {"messages": self.messages}, indent=2, ensure_ascii=False)
-        files.write(path, talk + "\n")
+        text = json.dumps(values | {"messages": self.messages}, indent=2, ensure_ascii=False)
+        files.write(path, text + "\n")
         self.writer.line(f"wrote {name}")
 
     def _load(self, name: str) -> None:
         values = files.read_json(path := files.local_path(name))
         messages: list[dict[str, str]] = []
-        found = values.get("messages") if isinstance(values, dict) else None
-        for entry in found if isinstance(found, list) else [None]:
+        entries = values.get("messages") if isinstance(values, dict) else None
+        for entry in entries if isinstance(entries, list) else [None]:
             match entry:
                 case {"role": "system" | "user" | "assistant" as role, "content": str(content)}:
                     messages.append({"role": role, "content": content})
                 case _:
                     raise InvalidData(f"{path} is no conversation. Give a file that /save wrote")
         self._replace(messages)
-        turns = sum(entry["role"] == "user" for entry in messages)
+        turns = sum(message["role"] == "user" for message in messages)
         self.writer.line(f"read {name}: {counted(turns, 'question')}")
 
     def _trace(self, name: str) -> None:
@@ -218,16 +218,16 @@ class Chat:
 
         options = self.options | {"max_new_tokens": len(self.last.token_ids)}
         base.note("answering again, to look at each layer")
-        found = look.inspect(self.speculator, self.messages[:-1], **options)
-        if [place.token for place in found.places] != self.last.token_ids:
+        trace = look.inspect(self.speculator, self.messages[:-1], **options)
+        if [place.token for place in trace.places] != self.last.token_ids:
             base.note("selfspec: sampling again gave another answer, which this trace shows")
         if path is None:
-            views.show(found, Console(highlight=False))
+            views.show(trace, Console(highlight=False))
             return
         if path.suffix == ".html":
-            files.write(path, views.render(found))
+            files.write(path, views.render(trace))
         else:
-            found.save(path)
+            trace.save(path)
         self.writer.line(f"wrote {name}")
 
     def _model(self, _: str) -> None:
@@ -349,13 +349,13 @@ def _unseen_keys() -> Iterator[None]:
         return
     import termios
 
-    before = termios.tcgetattr(sys.stdin)
-    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    attributes = termios.tcgetattr(sys.stdin)
+    silent = [*attributes[:3], attributes[3] & ~termios.ECHO, *attributes[4:]]
     termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, attributes)
 
 
 # --- text of answers on the terminal
@@ -404,10 +404,10 @@ class Writer:
                 self._gap += part.expandtabs(4)
             else:
                 wide = cell_len(part) > len(part)  # scripts without spaces may break anywhere
-                for one in part if wide else [part]:
+                for chunk in part if wide else [part]:
                     if wide:
                         self._end_word()
-                    self._word.append(_still(one), style)
+                    self._word.append(_still(chunk), style)
             if self._word.cell_len >= self._console.width:
                 self._end_word()
 

@@ -65,19 +65,19 @@ def generate(
     messages: Messages = text if raw else base.conversation(system, text)
     if as_json:
         answer, heads = speculator.generate(messages, **options), speculator.heads
-        found = None if heads is None or heads.folder is None else heads_name(heads.folder)
-        about = {
+        name = None if heads is None or heads.folder is None else heads_name(heads.folder)
+        setup = {
             "model": speculator.label,
-            "heads": heads and (asked.get("heads") or found),
+            "heads": heads and (asked.get("heads") or name),
             "options": speculator.options.described() | options,
         }
-        base.emit_json(_facts(answer) | about)
+        base.emit_json(_facts(answer) | setup)
     else:
-        last = ""
+        piece = ""
         stream = speculator.stream(messages, **options)
-        for last in stream:
-            base.emit(last)
-        if not last.endswith("\n"):
+        for piece in stream:
+            base.emit(piece)
+        if not piece.endswith("\n"):
             base.emit("\n")
         answer = stream.result
         base.say_if_cut(answer, asked)
@@ -107,30 +107,30 @@ def answer_all(asked: base.Named, options: dict[str, Any], *, more: bool) -> str
     if more:
         raise InvalidOption("--json and --stats: each line of --output has both. Leave them out")
     output, overwrite = base.check_file(asked, asked["output"]), asked.get("overwrite", False)
-    room = {"most": asked.get("concurrency", 32), "kv_memory": base.kv_memory(asked)}
+    limits = {"most": asked.get("concurrency", 32), "kv_memory": base.kv_memory(asked)}
     prompts = _read(Path(asked["prompts"]), asked.get("system"), raw=options["raw"])
     base.check_template(asked)
     with files.locked(output):
         files.check_file(output, overwrite=overwrite)  # another run may have written it meanwhile
         partial = output.with_name(f"{output.name}.partial")
-        known = {"prompts": prompts, **base.picked(asked, SHARED), **options}
-        mark = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+        inputs = {"prompts": prompts, **base.picked(asked, SHARED), **options}
+        mark = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
         record, read = _MADE_BY | {"asked": mark}, lambda line: (int(line["index"]), line)
         lines: dict[int, Any] = dict(begun(partial, record, read, overwrite=overwrite))
         speculator = base.load(asked)
         numbers = [number for number in range(len(prompts)) if number not in lines]
-        seed, start, kept = options.pop("seed", None), time.perf_counter(), _tokens(lines)
+        seed, start, old_count = options.pop("seed", None), time.perf_counter(), _tokens(lines)
         answers = speculator.generate_each(
             (prompts[number] for number in numbers),
             seeds=None if seed is None else (seed + number for number in numbers),
-            **room,
+            **limits,
             **options,
         )
         try:
             with base.bar("generate", "answers") as show:
                 show(len(lines), len(prompts), found=True)
-                for place, found in answers:
-                    line = {"index": numbers[place], **_MADE_BY, **_facts(found)}
+                for place, answer in answers:
+                    line = {"index": numbers[place], **_MADE_BY, **_facts(answer)}
                     files.append(partial, json.dumps(line, ensure_ascii=False))
                     lines[numbers[place]] = line
                     show(len(lines), len(prompts))
@@ -138,15 +138,15 @@ def answer_all(asked: base.Named, options: dict[str, Any], *, more: bool) -> str
             base.note(f"{len(lines)} of {len(prompts)} answered; the same command continues")
             raise
         seconds = time.perf_counter() - start
-        in_order = [lines[number] for number in sorted(lines)]
-        texts = (json.dumps(line, ensure_ascii=False) for line in in_order)
+        sorted_lines = [lines[number] for number in sorted(lines)]
+        texts = (json.dumps(line, ensure_ascii=False) for line in sorted_lines)
         files.write(output, "".join(f"{text}\n" for text in texts))
         partial.unlink()
-    why = [line["error"] for line in in_order if "error" in line]
-    failed = f", without an answer: {len(why)}; the first: {why[0]}" if why else ""
-    answered, tokens = counted(len(in_order) - len(why), "answer"), _tokens(lines)
-    speed = f" ({rate((tokens - kept) / seconds)} with prompts)" if tokens > kept else ""
-    return f"{output}: {answered}, {counted(tokens, 'token')}{speed}{failed}\n"
+    errors = [line["error"] for line in sorted_lines if "error" in line]
+    failures = f", without an answer: {len(errors)}; the first: {errors[0]}" if errors else ""
+    count, tokens = counted(len(sorted_lines) - len(errors), "answer"), _tokens(lines)
+    speed = f" ({rate((tokens - old_count) / seconds)} with prompts)" if tokens > old_count else ""
+    return f"{output}: {count}, {counted(tokens, 'token')}{speed}{failures}\n"
 
 
 def _tokens(lines: Mapping[int, Any]) -> int:
@@ -154,23 +154,23 @@ def _tokens(lines: Mapping[int, Any]) -> int:
 
 
 def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
-    found: list[Messages] = []
+    prompts: list[Messages] = []
     for number, text in files.json_lines(path, base.MOST_PROMPT_BYTES):
-        where = f"{path}, line {number}"
-        match files.parse_json(text, where):
+        place = f"{path}, line {number}"
+        match files.parse_json(text, place):
             case {"prompt": str(prompt), **others} if prompt.strip() and not others:
-                found.append(prompt if raw else base.conversation(system, prompt))
+                prompts.append(prompt if raw else base.conversation(system, prompt))
             case {"messages": list(messages), **others} if not others:
                 if raw or system is not None:
-                    wrong = f'{where}: "messages" cannot go with --raw or --system'
-                    raise InvalidData(f'{wrong}. Give "prompt", or leave the flag out')
-                found.append(messages)
-            case other:
+                    problem = f'{place}: "messages" cannot go with --raw or --system'
+                    raise InvalidData(f'{problem}. Give "prompt", or leave the flag out')
+                prompts.append(messages)
+            case record:
                 expected = 'only {"prompt": "…"}, not empty, or {"messages": […]}'
-                raise InvalidData(f"{where} is {shown(other)}, expected {expected}")
-    if not found:
+                raise InvalidData(f"{place} is {shown(record)}, expected {expected}")
+    if not prompts:
         raise InvalidData(f'{path} holds no prompts. Give lines like {{"prompt": "…"}}')
-    return found
+    return prompts
 
 
 # --- demo
@@ -197,24 +197,24 @@ def demo(
     text, raw = base.read_prompt(prompt), asked.get("raw", False)
     base.check_template(asked, "demo")
     speculator = base.load({"dtype": "float32"} | asked, compared=True)
-    (other, other_s), (own, own_s) = race(speculator, text, count, raw=raw)
+    (hf_tokens, hf_s), (tokens, seconds) = race(speculator, text, count, raw=raw)
     if TEAM.crowded:
         base.note("other programs keep this machine busy: compare again when it is idle")
-    place = first_divergence(other, own)
-    said = f"Hugging Face {rate(len(other) / other_s)}, selfspec {rate(len(own) / own_s)}"
-    base.emit(f"{said}: {verdict(place, other_s / own_s)}\n")
+    place = first_divergence(hf_tokens, tokens)
+    speeds = f"Hugging Face {rate(len(hf_tokens) / hf_s)}, selfspec {rate(len(tokens) / seconds)}"
+    base.emit(f"{speeds}: {verdict(place, hf_s / seconds)}\n")
     if place is not None:
         raise typer.Exit(1)
 
 
 def verdict(differs_at: int | None, gain: float) -> str:
     """Say how much faster, and whether the texts match or first differ at a token, from 0."""
-    words = "about as fast" if gain > 1 - _NEAR else f"{1 / gain:.1f}× slower"
-    words = f"{gain:.1f}× faster" if gain > 1 + _NEAR else words
+    speed = "about as fast" if gain > 1 - _NEAR else f"{1 / gain:.1f}× slower"
+    speed = f"{gain:.1f}× faster" if gain > 1 + _NEAR else speed
     if differs_at is None:
-        return f"{words}; same text: yes"
+        return f"{speed}; same text: yes"
     tie = "a near tie may round differently; --dtype float64 tells"
-    return f"{words}; same text: no, token {differs_at + 1} differs ({tie})"
+    return f"{speed}; same text: no, token {differs_at + 1} differs ({tie})"
 
 
 def race(
@@ -227,7 +227,7 @@ def race(
     from selfspec.api.text import encode
 
     ids = encode(speculator.tokenizer, text, raw=raw).to(speculator.backbone.device)
-    found = []
+    runs = []
     for title, write in (("Hugging Face generate", theirs), ("selfspec", ours)):
         write(speculator, ids, _WARM_UP_TOKENS, lambda *_: None)
         base.emit(f"{title}:\n")
@@ -236,8 +236,8 @@ def race(
         tokens = write(speculator, ids, count, writer.piece)
         seconds = time.perf_counter() - start
         writer.end(f"\n({seconds:.1f} s)\n\n")
-        found.append((tokens, seconds))
-    return found
+        runs.append((tokens, seconds))
+    return runs
 
 
 Show = Callable[[str, Giver], None]  # called with text and its giver
@@ -284,20 +284,20 @@ def serve(*, asked: Asked) -> None:
     options = base.options_of(ServeOptions, asked)
     kv_memory = base.kv_memory(asked)
     keys = Keys.found(Path(asked["api_key_file"]) if "api_key_file" in asked else None)
-    give = f"Set {VARIABLE}, or give --api-key-file"
+    advice = f"Set {VARIABLE}, or give --api-key-file"
     if not is_loopback(options.host) and not keys:
-        raise InvalidOption(f"host is {options.host}, which others can reach. {give}")
+        raise InvalidOption(f"host is {options.host}, which others can reach. {advice}")
     if "*" in (options.cors_origin or ()) and not keys:
-        wrong = "cors_origin is *: every web page that a browser here shows could send requests"
-        raise InvalidOption(f"{wrong}. {give}, or name the page")
+        problem = "cors_origin is *: every web page that a browser here shows could send requests"
+        raise InvalidOption(f"{problem}. {advice}, or name the page")
     check_packages("a server", "fastapi", "uvicorn", "prometheus_client", extra="serve")
     from selfspec.serve.gate import Server, bound
 
     def ready(address: str) -> None:
-        several = f", {options.replicas} copies," if options.replicas > 1 else ""
-        base.note(f"{label}{several} at {address}/v1, a page at {address}. Ctrl-C stops it.")
+        count = f", {options.replicas} copies," if options.replicas > 1 else ""
+        base.note(f"{label}{count} at {address}/v1, a page at {address}. Ctrl-C stops it.")
 
-    with bound(options) as at:
+    with bound(options) as socket:
         if options.replicas == 1:
             base.note(f"loading {asked.get('model', 'the default model')}")
             speculator = base.load(asked)
@@ -306,7 +306,7 @@ def serve(*, asked: Asked) -> None:
 
             label = speculator.label
             app = make_app(Writer(speculator, options, kv_memory), keys)
-            Server(app, options, ready).run(sockets=[at])
+            Server(app, options, ready).run(sockets=[socket])
             return
         check_packages("more than one copy", "ray", extra="ray")
         from selfspec.serve.replicas import copies, make_front
@@ -314,4 +314,4 @@ def serve(*, asked: Asked) -> None:
         loading = base.picked(asked, (*LOADING, *SPECULATION))
         with copies(loading, options, kv_memory) as handle:
             label = handle.label.remote().result()
-            Server(make_front(handle, options, keys), options, ready).run(sockets=[at])
+            Server(make_front(handle, options, keys), options, ready).run(sockets=[socket])

@@ -35,17 +35,17 @@ def heads(context: typer.Context) -> None:
 @app.command("list")
 def list_command(*, as_json: AsJson = False) -> None:
     """List exit heads. These come with selfspec, were pulled, or were fitted here."""
-    coming = hub.list_heads()
+    folders = hub.list_heads()
     rows = []
-    for folder in (*coming, *(own for own in known_folders() if own not in coming)):
+    for folder in (*folders, *(other for other in known_folders() if other not in folders)):
         try:
             config = read_config(folder)
         except InvalidHeads as error:
             base.complain(error)
             continue
-        said = {name: config[name] for name in ("base_model", "exit_layers", "head_type")}
-        count = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-        rows.append({"name": hub.heads_name(folder), **said, "size_bytes": count})
+        fields = {name: config[name] for name in ("base_model", "exit_layers", "head_type")}
+        num_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        rows.append({"name": hub.heads_name(folder), **fields, "size_bytes": num_bytes})
     if as_json:
         base.emit_json(rows)
         return
@@ -54,26 +54,26 @@ def list_command(*, as_json: AsJson = False) -> None:
     name = Column("name", overflow="fold")
     grid = Table(name, "base model", "exit layers", "type", "MB", box=None, pad_edge=False)
     for row in rows:
-        *first, size = map(base.words, row.values())
-        grid.add_row(*first, f"{int(size) / 1e6:.1f}")
+        *cells, size = map(base.words, row.values())
+        grid.add_row(*cells, f"{int(size) / 1e6:.1f}")
     base.emit(base.rendered(grid))
 
 
 @app.command()
 def show(folder: Folder, *, as_json: AsJson = False) -> None:
     """Show the config of a heads folder; the weights are not read."""
-    found = hub.resolve_heads(folder)
+    path = hub.resolve_heads(folder)
     from selfspec.heads.attending import config_of  # a wrong name costs no torch import
 
-    values = asdict(config_of(found))
+    config = asdict(config_of(path))
     if as_json:
-        base.emit_json(values)
+        base.emit_json(config)
         return
-    if values["chat_template"] is not None:
-        values["chat_template"] = name_of(values["chat_template"])
-    if "before" in values["training"]:  # fits of which each holds the one before it
-        values["training"]["before"] = "an earlier fit, which --json shows"
-    base.emit_facts({name: value for name, value in values.items() if value not in (None, {})})
+    if config["chat_template"] is not None:
+        config["chat_template"] = name_of(config["chat_template"])
+    if "before" in config["training"]:  # fits of which each holds the one before it
+        config["training"]["before"] = "an earlier fit, which --json shows"
+    base.emit_facts({name: value for name, value in config.items() if value not in (None, {})})
 
 
 @app.command()
@@ -85,23 +85,23 @@ def check(
     ] = None,
 ) -> None:
     """Check heads: files complete, card up to date, fit for the model. Exit code 1 if not."""
-    found = hub.resolve_heads(folder)
+    path = hub.resolve_heads(folder)
     from selfspec.api import speculator as generate  # imports torch
 
     # heads that others publish have no card of ours
-    problems = [] if attends(found) and not is_heads_folder(found) else incomplete(found)
+    problems = [] if attends(path) and not is_heads_folder(path) else incomplete(path)
     try:
-        speculator = generate.load(model, heads=found, costs="row=0")  # nothing is measured
+        speculator = generate.load(model, heads=path, costs="row=0")  # nothing is measured
     except (InvalidHeads, HeadsMismatch, InvalidOption) as error:
-        why = "" if model or not isinstance(error, HeadsMismatch) else " (--model names another)"
-        problems.append(f"{error}{why}")
+        hint = "" if model or not isinstance(error, HeadsMismatch) else " (--model names another)"
+        problems.append(f"{error}{hint}")
     for problem in dict.fromkeys(problems):
         base.emit(f"failed: {problem}\n")
     if problems:
         raise typer.Exit(1)
-    config = read_config(found)
+    config = read_config(path)
     kind = ""
-    if attends(found):
+    if attends(path):
         layers, layer = base.words(config["state_layers"] or "the usual"), config["layer"]
         kind = (
             f" (EAGLE-3, {config['format']} format, {layer['model_type']} layer, states of "
@@ -109,23 +109,23 @@ def check(
         )
     elif count := config.get("num_heads"):
         kind = f" ({config['head_type']}, {count} heads, each a token further ahead)"
-    base.emit(f"OK: {found.name}{kind} fit {speculator.label}\n")
+    base.emit(f"OK: {path.name}{kind} fit {speculator.label}\n")
 
 
 @app.command()
 def use(folder: Folder) -> None:
     """From now on, use these heads with the model whose weights they were fitted to."""
-    found = hub.resolve_heads(folder)
-    config = read_config(found)
+    path = hub.resolve_heads(folder)
+    config = read_config(path)
     base_model = config["base_model"]
-    if not remember(found, chosen=True):
-        raise InvalidOption(f"{found} has no fingerprint of its model. Give --heads each time")
-    name = hub.heads_name(found)
+    if not remember(path, chosen=True):
+        raise InvalidOption(f"{path} has no fingerprint of its model. Give --heads each time")
+    name = hub.heads_name(path)
     base.emit(f"{name} are used with the weights of {base_model}; without: --heads none\n")
     options = SpeculationOptions().updated(config["defaults"])
     if not options.uses("exit"):
-        why = f"by calibration they gain nothing, so {options.drafter} drafts"
-        base.emit(f"{why}; else: --drafter {FITTED}\n")
+        reason = f"by calibration they gain nothing, so {options.drafter} drafts"
+        base.emit(f"{reason}; else: --drafter {FITTED}\n")
 
 
 @app.command()
@@ -161,8 +161,8 @@ def pull(
         with files.replacing_folder(target) as new:
             for file in (source / entry for entry in hub.HEADS_FILES):
                 if file.exists():
-                    with files.open_bytes(file) as opened, (new / file.name).open("wb") as copy:
-                        shutil.copyfileobj(opened, copy)
+                    with files.open_bytes(file) as original, (new / file.name).open("wb") as copy:
+                        shutil.copyfileobj(original, copy)
     remember(target)
     base.emit(f"{hub.heads_name(target)}: {target}\n")
 
@@ -182,16 +182,16 @@ def push(
 ) -> None:
     """Upload fitted heads to the hub, with their card. Log in before: hf auth login."""
     if "/" not in name or not hub.HUB_ID.fullmatch(name):
-        wrong = f"{name!r} is no hub id, expected OWNER/NAME"
-        raise InvalidOption(f"{wrong}. To keep heads on this machine, copy the folder")
-    found = hub.resolve_heads(folder)
-    if problems := incomplete(found):
-        raise InvalidHeads(f"{found} is not complete: {problems[0]}. See: selfspec heads check")
+        problem = f"{name!r} is no hub id, expected OWNER/NAME"
+        raise InvalidOption(f"{problem}. To keep heads on this machine, copy the folder")
+    path = hub.resolve_heads(folder)
+    if problems := incomplete(path):
+        raise InvalidHeads(f"{path} is not complete: {problems[0]}. See: selfspec heads check")
     from selfspec.training import records
 
     if licence is None:
         base.note("selfspec: the card names no licence. To name one: --license apache-2.0")
-    content = records.for_others(found, name, licence)
+    content = records.for_others(path, name, licence)
     address = hub.push(content, name, private=private, message=message)
     base.emit(f"{address}\n")
 
@@ -202,12 +202,12 @@ def incomplete(folder: Path) -> list[str]:
 
     if missing := [f"no {name}" for name in records.FILES if not (folder / name).is_file()]:
         return missing
-    found = files.read_bytes(folder / "README.md").decode("utf-8", "replace")
-    named = re.search(r'custom_generate="(.+?)"', found)  # a push adds this, and a licence above
+    card = files.read_bytes(folder / "README.md").decode("utf-8", "replace")
+    match = re.search(r'custom_generate="(.+?)"', card)  # a push adds this, and a licence above
     try:
-        expected = records.card_of(folder, heads=named[1] if named else "HEADS")
+        expected = records.card_of(folder, heads=match[1] if match else "HEADS")
     except (InvalidHeads, InvalidData) as error:
         return [str(error)]
     header = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
-    same = header.sub("", found) == header.sub("", expected)
+    same = header.sub("", card) == header.sub("", expected)
     return [] if same else ["README.md is not the card that the records make"]

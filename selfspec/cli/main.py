@@ -68,16 +68,16 @@ def _interrupted() -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    words = ordered(arguments)
+    args = ordered(arguments)
     try:
-        code = int(app()(args=words, prog_name="selfspec", standalone_mode=False) or 0)
+        code = int(app()(args=args, prog_name="selfspec", standalone_mode=False) or 0)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except SystemExit as error:  # typer's own, if its help is not read to the end
         closed = isinstance(error.__context__, OSError)
         return PIPE_CLOSED if closed else int(error.code or 0)
     except Exception as error:  # noqa: BLE001  # top level: every error becomes one line
-        code = _explained(error, words)
+        code = _explained(error, args)
     return _interrupted() if code == INTERRUPTED else code
 
 
@@ -86,23 +86,23 @@ def app() -> typer.Typer:
 
     from selfspec.cli import base, chat, generate, heads, measure, train
 
-    made = typer.Typer(
+    cli = typer.Typer(
         name="selfspec",
         rich_markup_mode=None,  # plain help: brackets mean ranges here, not markup
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    made.callback(invoke_without_command=True)(base.selfspec)
+    cli.callback(invoke_without_command=True)(base.selfspec)
     for command in (
         *(generate.generate, chat.chat, generate.demo, generate.serve, measure.env),
         *(train.adapt, train.data, train.cache, train.datastore, train.fit, train.calibrate),
         *(measure.trace, measure.tune, measure.bench, measure.report, measure.verify),
     ):
-        made.command(cls=base.GroupedCommand)(command)
-    handed_on = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-    made.command(context_settings=handed_on)(measure.lm_eval)
-    made.add_typer(heads.app, name="heads")
-    return made
+        cli.command(cls=base.GroupedCommand)(command)
+    settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+    cli.command(context_settings=settings)(measure.lm_eval)
+    cli.add_typer(heads.app, name="heads")
+    return cli
 
 
 _ANYWHERE = ("-q", "--quiet", "-v", "--verbose", "--debug")
@@ -114,17 +114,17 @@ def ordered(arguments: Sequence[str]) -> list[str]:
     A bare `--stats` does not consume the next word, which may be the prompt.
     """
     first = next((word for word in arguments if word not in _ANYWHERE), "")
-    last = "lm-eval" if first == "lm-eval" else "--"  # the rest is not for selfspec
-    end = [*arguments, last].index(last)
-    ours = ["--stats=short" if word == "--stats" else word for word in arguments[:end]]
-    return [*sorted(ours, key=lambda word: word not in _ANYWHERE), *arguments[end:]]
+    marker = "lm-eval" if first == "lm-eval" else "--"  # the rest is not for selfspec
+    end = [*arguments, marker].index(marker)
+    words = ["--stats=short" if word == "--stats" else word for word in arguments[:end]]
+    return [*sorted(words, key=lambda word: word not in _ANYWHERE), *arguments[end:]]
 
 
 # --- errors
 
 
-def _explained(error: Exception, words: Sequence[str]) -> int:
-    """Print an error on one line; return its exit code. `words`: the command, in typer's order."""
+def _explained(error: Exception, args: Sequence[str]) -> int:
+    """Print an error on one line; return its exit code. `args`: the command, in typer's order."""
     import traceback
 
     import typer
@@ -135,32 +135,32 @@ def _explained(error: Exception, words: Sequence[str]) -> int:
     if isinstance(error, typer.Abort) or interrupts:
         return INTERRUPTED
     trace = "".join(traceback.format_exception(error))
-    if "--debug" in itertools.takewhile(_ANYWHERE.__contains__, words):
+    if "--debug" in itertools.takewhile(_ANYWHERE.__contains__, args):
         base.aside(trace.rstrip())
     if isinstance(error, typer.TyperException):
-        base.complain(error.format_message() + _hints(error, words))
+        base.complain(error.format_message() + _hints(error, args))
         return error.exit_code
     if isinstance(error, OSError) and not error.filename:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             # buffered output goes to devnull: writing it would fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    said = base.refused(error)
-    base.complain(base.bug(error, words, trace) if said is None else said)
-    return BUG if said is None else 2
+    message = base.refused(error)
+    base.complain(base.bug(error, args, trace) if message is None else message)
+    return BUG if message is None else 2
 
 
-def _hints(error: Any, words: Sequence[str]) -> str:
+def _hints(error: Any, args: Sequence[str]) -> str:
     """Advice for an error: the variable of a wrong value, known commands, options, or quotes."""
-    wrong = getattr(error, "param", None)
-    name, flags = getattr(wrong, "envvar", None), getattr(wrong, "opts", ())
-    given = any(word.partition("=")[0] in flags for word in words)
-    if isinstance(name, str) and name in os.environ and not given:
-        return f" (of {name} in the environment)"
-    said, context = str(error), cast("Any", getattr(error, "ctx", None))
-    if said.startswith("No such command") and "Did you mean" not in said:
+    parameter = getattr(error, "param", None)
+    variable, flags = getattr(parameter, "envvar", None), getattr(parameter, "opts", ())
+    by_flag = any(word.partition("=")[0] in flags for word in args)
+    if isinstance(variable, str) and variable in os.environ and not by_flag:
+        return f" (of {variable} in the environment)"
+    message, context = str(error), cast("Any", getattr(error, "ctx", None))
+    if message.startswith("No such command") and "Did you mean" not in message:
         return f" Known: {', '.join(context.command.list_commands(context))}"
-    if said.startswith("No such option") and "(" not in said:
+    if message.startswith("No such option") and "(" not in message:
         rare = any("--help-all" in flag.opts for flag in context.command.params)
         return f". For all of them: {context.command_path} {'--help-all' if rare else '-h'}"
-    asks = "unexpected extra argument" in said and {"generate", "demo", "trace"} & {*words}
-    return ". Put a prompt of several words in quotes" if asks else ""
+    unquoted = "unexpected extra argument" in message and {"generate", "demo", "trace"} & {*args}
+    return ". Put a prompt of several words in quotes" if unquoted else ""

@@ -61,46 +61,46 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
     if asked.get("source") is not None:
         if prompt is not None:
             raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
-        why = "means nothing with --from, a saved answer. Leave it out"
-        base.refuse(asked, asked.names - _FROM, why)
+        reason = "means nothing with --from, a saved answer. Leave it out"
+        base.refuse(asked, asked.names - _FROM, reason)
     targets = _check_targets(asked)
     with contextlib.ExitStack() as stack:
         for path in targets.values():
             stack.enter_context(files.locked(path))
-        found = _looked(prompt, asked)
+        layer_trace = _looked(prompt, asked)
         from selfspec.visualise.views import render, show
 
         if "output" in targets:
-            found.save(targets["output"])
+            layer_trace.save(targets["output"])
         if "card" in targets:
             from selfspec.visualise.picture import save_card
 
-            save_card(found, targets["card"])
+            save_card(layer_trace, targets["card"])
         if "html" in targets:
-            files.write(targets["html"], render(found))
+            files.write(targets["html"], render(layer_trace))
         for path in targets.values():
             base.note(f"wrote {path}")
     if as_json:
-        base.emit("".join(json.dumps(line) + "\n" for line in found.lines()))
+        base.emit("".join(json.dumps(line) + "\n" for line in layer_trace.lines()))
         return
     from rich.console import Console
 
-    show(found, Console(highlight=False), rejected=asked.get("rejected", False))
+    show(layer_trace, Console(highlight=False), rejected=asked.get("rejected", False))
 
 
 def _check_targets(asked: Asked) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for name, text in sorted(base.picked(asked, _TARGETS).items()):
-        path = base.check_file(asked, text)
+    targets: dict[str, Path] = {}
+    for name, file in sorted(base.picked(asked, _TARGETS).items()):
+        path = base.check_file(asked, file)
         suffix = {"card": ".png", "html": ".html"}.get(name, path.suffix)
         if path.suffix != suffix:
             raise InvalidOption(f"--{name} {path}: expected a name that ends in {suffix}")
         if name == "card":
             check_packages("--card", "matplotlib")
-        if path in found.values():
+        if path in targets.values():
             raise InvalidOption(f"{path} is named for two outputs. Name another file")
-        found[name] = path
-    return found
+        targets[name] = path
+    return targets
 
 
 def _looked(prompt: str | None, asked: base.Named) -> LayerTrace:
@@ -157,31 +157,31 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     speculator = base.load(base.picked(asked, base.LOADING))
     backbone, heads = speculator.backbone, speculator.heads
     if asked.get("forget", False):
-        gone = [f"removed {file}\n" for file in tuned.forget(backbone, heads)]
-        nothing = "nothing was tuned for this model and its heads on this machine\n"
-        base.emit("".join(gone) or nothing)
+        lines = [f"removed {file}\n" for file in tuned.forget(backbone, heads)]
+        notice = "nothing was tuned for this model and its heads on this machine\n"
+        base.emit("".join(lines) or notice)
         return
     prompts, objective = [one.turns[0] for one in questions], asked.get("objective", "speed")
     with base.bar("tune", "questions") as show:
-        found = choosing.tune(speculator, prompts, show, objective, new_tokens)
-    known, file = asdict(found), None
+        choice = choosing.tune(speculator, prompts, show, objective, new_tokens)
+    fields, file = asdict(choice), None
     if not asked.get("dry_run", False):
-        file = tuned.write(backbone, heads, found.options, known)
+        file = tuned.write(backbone, heads, choice.options, fields)
     if as_json:
-        base.emit_json(known | {"file": file and str(file)})
+        base.emit_json(fields | {"file": file and str(file)})
     else:
-        base.emit(f"{found.settings:,} settings tried on {counted(found.prompts, 'prompt')}\n")
-        if found.options["speculate"]:
-            base.emit(f"drafter {found.options['drafter']}\ncosts {found.options['costs']}\n")
-            rate = f"{found.compression_rate:.2f} tokens per verification"
-            base.emit(f"{rate}, worst prompt {found.worst:.2f} x\n")
-        base.emit(f"{found.sentence()}\n")
+        base.emit(f"{choice.settings:,} settings tried on {counted(choice.prompts, 'prompt')}\n")
+        if choice.options["speculate"]:
+            base.emit(f"drafter {choice.options['drafter']}\ncosts {choice.options['costs']}\n")
+            rate = f"{choice.compression_rate:.2f} tokens per verification"
+            base.emit(f"{rate}, worst prompt {choice.worst:.2f} x\n")
+        base.emit(f"{choice.sentence()}\n")
         if file is not None:
             base.emit(f"saved in {file}; selfspec tune --forget removes it\n")
     if file is not None:
-        own = ["--heads", str(asked["heads"])] if "heads" in asked else []
-        own += base.raw_flag(speculator.tokenizer)
-        base.say_next("generate", asked, "--stats", *own, "Name three rivers.")
+        flags = ["--heads", str(asked["heads"])] if "heads" in asked else []
+        flags += base.raw_flag(speculator.tokenizer)
+        base.say_next("generate", asked, "--stats", *flags, "Name three rivers.")
 
 
 # --- bench
@@ -218,35 +218,35 @@ def bench(*, as_json: base.AsJson = False, asked: base.Named) -> None:
         base.emit(_concurrency(asked, options, as_json=as_json))
         return
     check_keys(asked.get("methods", ()), METHODS, "method")
-    sweep = {said: move for text in asked.get("sweep", []) for said, move in moved(text).items()}
+    sweep = {label: move for text in asked.get("sweep", []) for label, move in moved(text).items()}
     from selfspec.eval import report
 
-    anew = asked.get("overwrite", False)
-    folder = report.check_results(asked["output"], overwrite=anew, reads=base.inputs(asked))
+    overwrite = asked.get("overwrite", False)
+    folder = report.check_results(asked["output"], overwrite=overwrite, reads=base.inputs(asked))
     suite = results.load_suite(options.suite, options.questions)
-    begun = {} if anew else report.costs_of(folder / report.RUN)
-    speculator = base.load(begun | asked, compared=True)
+    costs = {} if overwrite else report.costs_of(folder / report.RUN)
+    speculator = base.load(costs | asked, compared=True)
     names = asked.get("methods", _METHODS if speculator.heads else _NO_HEADS)
     grid, moves = candidates(speculator, names), swept(speculator, sweep)
-    own_text = any(one.own_text for entries in (*grid.values(), moves) for one in entries)
+    own_text = any(entry.own_text for entries in (*grid.values(), moves) for entry in entries)
     if options.quality or own_text:
         check_packages("the quality of texts", "sacrebleu", "rouge_score")
-    tried = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
-    questions = split(suite, options, tuning=bool(tried))
+    contenders = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
+    questions = split(suite, options, tuning=bool(contenders))
     record = _record(asked, names, options, speculator, questions)
     runner, tuning = Bench(speculator=speculator, options=options), []
     with files.locked(folder):
-        report.begin_results(folder, record, overwrite=anew)
-        if tried:
+        report.begin_results(folder, record, overwrite=overwrite)
+        if contenders:
             with base.bar("settings", "questions") as show:
-                tuning = runner.measure(questions[1], tried, folder / results.TUNING, show)
+                tuning = runner.measure(questions[1], contenders, folder / results.TUNING, show)
         methods = [*best_of(grid, tuning).values(), *moves]
         with base.bar("bench", "questions") as show:
             answers = runner.measure(questions[0], methods, folder / results.ANSWERS, show)
         summary = report.summarise(answers, described(methods), options.seed)
         report.write_results(folder, summary)
-    words = f"{report.verdict(summary)}\nTables: {folder / 'table.md'}\n{report.rates(summary)}\n"
-    base.emit(json.dumps(summary) + "\n" if as_json else words)
+    text = f"{report.verdict(summary)}\nTables: {folder / 'table.md'}\n{report.rates(summary)}\n"
+    base.emit(json.dumps(summary) + "\n" if as_json else text)
     if failures := summary["failures"]:
         base.aside("".join(f"failed: {line}\n" for line in failures).rstrip())
         raise typer.Exit(1)
@@ -261,63 +261,63 @@ def _record(
 ) -> dict[str, dict[str, Any]]:
     """Everything that the figures depend on, ready for YAML. Files are named without a folder."""
     backbone, heads = speculator.backbone, speculator.heads
-    named = ("heads", "draft_model", "datastore")
-    file = {name: Path(asked[name]).name for name in named if asked.get(name)}
+    flags = ("heads", "draft_model", "datastore")
+    file_names = {name: Path(asked[name]).name for name in flags if asked.get(name)}
     facts = {
         "run": {"methods": names, "sweep": asked.get("sweep", []), **options.record()},
         "questions": {
             "reported": len(questions[0]),
-            "settings_chosen_on": [entry.id for entry in questions[1]],
+            "settings_chosen_on": [question.id for question in questions[1]],
         },
         "model": {
             "name": speculator.label,
             "dtype": str(backbone.dtype).removeprefix("torch."),
             "device": str(backbone.device),
             "executor": backbone.executor_name,
-            "heads": file.get("heads", "default" if heads else "none"),
+            "heads": file_names.get("heads", "default" if heads else "none"),
             "head_type": heads and heads.config.head_type,
             "exit_layers": heads and heads.config.exit_layers,
-            "draft_model": file.get("draft_model"),
-            "datastore": file.get("datastore"),
+            "draft_model": file_names.get("draft_model"),
+            "datastore": file_names.get("datastore"),
         },
         "speculation": speculator.options.described(),
         "machine": hub.machine(),
     }
-    plain: dict[str, dict[str, Any]] = json.loads(json.dumps(facts))  # lists, as YAML reads them
-    return plain
+    record: dict[str, dict[str, Any]] = json.loads(json.dumps(facts))  # lists, as YAML reads them
+    return record
 
 
 def _concurrency(asked: base.Named, options: results.BenchOptions, *, as_json: bool) -> str:
     ignored, texts = {"sweep", "quality", "tune_questions"}, asked["concurrency"]
     base.refuse(asked, ignored, "means nothing with --concurrency. Leave it out")
-    folder, ends = Path(asked["output"]), ("concurrency.json", "concurrency.md")
-    outputs = [base.check_file(asked, folder / name) for name in ends]
+    folder, file_names = Path(asked["output"]), ("concurrency.json", "concurrency.md")
+    outputs = [base.check_file(asked, folder / name) for name in file_names]
     suite = results.load_suite(options.suite, options.questions, options.limit)
     if max(texts) > len(suite):
-        few = f"{max(texts)} texts at once, of {counted(len(suite), 'question')}"
-        raise InvalidOption(f"{few}. Give a larger --limit or a smaller --concurrency")
+        problem = f"{max(texts)} texts at once, of {counted(len(suite), 'question')}"
+        raise InvalidOption(f"{problem}. Give a larger --limit or a smaller --concurrency")
     from selfspec.eval import concurrency, report
 
     names: tuple[str, ...] = asked.get("methods", tuple(concurrency.METHODS))
     check_keys(names, concurrency.METHODS, "method")
-    overwrite, made = asked.get("overwrite", False), lambda one: concurrency.Load(**one)
-    kept, total = folder / "concurrency.jsonl", len(texts) * len(names) * options.repeats
-    begun = {} if overwrite else report.costs_of(kept)
-    speculator = base.load(begun | asked, compared=True)
+    overwrite, parse = asked.get("overwrite", False), lambda line: concurrency.Load(**line)
+    partial, total = folder / "concurrency.jsonl", len(texts) * len(names) * options.repeats
+    costs = {} if overwrite else report.costs_of(partial)
+    speculator = base.load(costs | asked, compared=True)
     record = _record(asked, names, options, speculator, (suite, []))
     summary: dict[str, Any] = {"made_by": "selfspec bench", **record, "texts": list(texts)}
     with files.locked(folder), base.bar("concurrency", "measurements") as show:
-        loads = results.begun(kept, summary, made, overwrite=overwrite)
+        loads = results.begun(partial, summary, parse, overwrite=overwrite)
         show(len(loads), total)
         for load in concurrency.measured(speculator, suite, texts, names, options, [*loads]):
-            files.append(kept, json.dumps(asdict(load)))
+            files.append(partial, json.dumps(asdict(load)))
             loads.append(load)
             show(len(loads), total, f"{load.method}, {counted(load.texts, 'text')}")
-        summary["loads"] = [one.summary() for one in loads]
+        summary["loads"] = [load.summary() for load in loads]
         text = concurrency.table(loads)
         files.write(outputs[0], json.dumps(summary, indent=2) + "\n")
         files.write(outputs[1], f"<!-- written by selfspec bench -->\n{text}")
-        kept.unlink()
+        partial.unlink()
     return json.dumps(summary) + "\n" if as_json else text
 
 
@@ -336,9 +336,9 @@ def report(
     check_packages("report", "pandas", "tabulate", "matplotlib")
     from selfspec.eval import report as reporting
 
-    place = files.check_file(output, overwrite=overwrite, reads=folders)
-    files.write(place, reporting.page([reporting.read_results(folder) for folder in folders]))
-    base.emit(f"{place}\n")
+    path = files.check_file(output, overwrite=overwrite, reads=folders)
+    files.write(path, reporting.page([reporting.read_results(folder) for folder in folders]))
+    base.emit(f"{path}\n")
 
 
 # --- verify
@@ -376,23 +376,23 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
         for claim, rung in ladder.climb(subject):
             rungs.append((claim, rung))
             show(len(rungs), len(ladder.RUNGS), claim)
-    words = ladder.verdict([rung for _, rung in rungs])
+    verdict = ladder.verdict([rung for _, rung in rungs])
     passed = all(rung.outcome != "failed" for _, rung in rungs)
     if as_json:
-        said = {
+        facts = {
             "model": speculator.label,
             "prompts": len(subject.cases),
             "max_new_tokens": new_tokens,
             "options": speculator.options.described(),
             "rungs": [{"claim": claim, **asdict(rung)} for claim, rung in rungs],
             "passed": passed,
-            "verdict": words,
+            "verdict": verdict,
         }
-        base.emit_json(said)
+        base.emit_json(facts)
     else:
         for number, (claim, rung) in enumerate(rungs, start=1):
             base.emit(f"{number} {rung.outcome:<8} {claim}\n           {rung.found}\n")
-        base.emit(f"\n{speculator.label}, {counted(len(subject.cases), 'prompt')}: {words}\n")
+        base.emit(f"\n{speculator.label}, {counted(len(subject.cases), 'prompt')}: {verdict}\n")
     if not passed:
         raise typer.Exit(1)
 
@@ -429,8 +429,8 @@ def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
         model = str(error)  # it says how to get it
     file = base.default_file()
     config = f"{file}{'' if file.exists() else ' (not there)'}"
-    if named := os.environ.get("SELFSPEC_CONFIG"):
-        config = f"{named} (SELFSPEC_CONFIG), then {config}"
+    if path := os.environ.get("SELFSPEC_CONFIG"):
+        config = f"{path} (SELFSPEC_CONFIG), then {config}"
     facts: dict[str, Any] = {
         **hub.machine(),
         "default_model": model,
@@ -440,8 +440,8 @@ def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
         "tuned": [str(file) for file in tuned.files()],
     }
     if loading:
-        about, speed = _model_facts(loading)
-        facts |= about | ({"speed": speed.to_dict()} if as_json else speed_lines(speed))
+        model_facts, speed = _model_facts(loading)
+        facts |= model_facts | ({"speed": speed.to_dict()} if as_json else speed_lines(speed))
     (base.emit_json if as_json else base.emit_facts)(facts)
 
 
@@ -455,7 +455,7 @@ def _model_facts(asked: Asked) -> tuple[dict[str, Any], StepSpeed]:
 
     executor = asked.pop("executor", "auto")
     blocks = executor in hub.FROM_BLOCKS
-    model, _, found = hub.load_model(asked.pop("model", None), blocks=blocks, **asked)
+    model, _, source = hub.load_model(asked.pop("model", None), blocks=blocks, **asked)
     backbone = Backbone(model, executor=executor)
     if backbone.mixing is not None:
         drafts = f"refused: the rows of a pass change each other ({backbone.mixing})"
@@ -465,11 +465,11 @@ def _model_facts(asked: Asked) -> tuple[dict[str, Any], StepSpeed]:
         drafts = "refused without --pinned: passes of several rows round differently in float16"
     else:
         drafts = "passes of several rows may round differently and resolve near ties differently"
-    heads = heads_for(model, lambda: backbone.fingerprint, chosen=found.is_default)
-    usual = hub.DEFAULT_HEADS if found.is_default else hub.NO_HEADS
-    facts = {"model": found.label, "heads": hub.heads_name(heads) if heads else usual}
-    refused = {f"no_{name}_executor": why for name, why in backbone.refused.items()}
-    facts |= {"executor": backbone.executor_name, **refused, "drafts": drafts}
+    heads = heads_for(model, lambda: backbone.fingerprint, chosen=source.is_default)
+    default = hub.DEFAULT_HEADS if source.is_default else hub.NO_HEADS
+    facts = {"model": source.label, "heads": hub.heads_name(heads) if heads else default}
+    refusals = {f"no_{name}_executor": reason for name, reason in backbone.refused.items()}
+    facts |= {"executor": backbone.executor_name, **refusals, "drafts": drafts}
     return facts, step_speed(backbone)
 
 
@@ -483,5 +483,5 @@ def speed_lines(speed: StepSpeed) -> dict[str, str]:
     rate = f"{short(speed.memory_bytes_per_s / 1e9)} GB/s"
     limit = f"reading {short(speed.step_bytes / 1e6)} MB at {rate} takes "
     limit += f"{short(1e3 * speed.limit_s)} ms: {100 * speed.share_of_limit:.0f} % of the limit"
-    rows = "  ".join(f"{rows}: {cost:.2f}" for rows, cost in speed.rows_in_steps.items())
+    rows = "  ".join(f"{count}: {cost:.2f}" for count, cost in speed.rows_in_steps.items())
     return {"plain step": f"{step}; {limit}", "rows": f"{rows} of a step"}

@@ -84,8 +84,8 @@ def _check(asked: Asked, *, shares: bool = False) -> None:
     `shares`: the command shares its work among a launcher's processes; else each would do it all.
     """
     if not shares and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        said = "a launcher started several processes, whose work only fit shares"
-        raise InvalidOption(f"{said}. Start one; data and cache take --workers N")
+        problem = "a launcher started several processes, whose work only fit shares"
+        raise InvalidOption(f"{problem}. Start one; data and cache take --workers N")
     for name in asked.keys() - {"output"}:
         if isinstance(asked[name], str) and not text.is_text(asked[name]):
             raise InvalidOption(
@@ -110,23 +110,23 @@ def _load(
 
     template = template or _chat_template(asked)
     processes = launched()
-    own = processes.num_processes > 1 and processes.device.type != "cpu"
-    device = asked.get("device", str(processes.device) if own else None)
+    per_process = processes.num_processes > 1 and processes.device.type != "cpu"
+    device = asked.get("device", str(processes.device) if per_process else None)
     dtype = asked.get("dtype") or hub.training_dtype(device)
-    model, tokenizer, found = hub.load_model(asked.get("model"), dtype=dtype, device=device)
-    known = fingerprint.of_loaded(model, found.stamps)
-    if expected not in (None, known):
-        raise InvalidData(f"a worker found other weights of {found.label} than the first process")
-    backbone = Backbone(model, executor="auto" if writes else "generic", fingerprint=known)
+    model, tokenizer, source = hub.load_model(asked.get("model"), dtype=dtype, device=device)
+    actual = fingerprint.of_loaded(model, source.stamps)
+    if expected not in (None, actual):
+        raise InvalidData(f"a worker found other weights of {source.label} than the first process")
+    backbone = Backbone(model, executor="auto" if writes else "generic", fingerprint=actual)
     if template is not None:
         tokenizer = templates.with_template(tokenizer, template)
-    return Base(backbone, tokenizer, asked.get("base_model", found.label), template)
+    return Base(backbone, tokenizer, asked.get("base_model", source.label), template)
 
 
 def _load_like(asked: Asked, model: Base, *, writes: bool = False) -> Callable[[], Base]:
-    given = base.picked(asked, MODEL) | {"dtype": str(model.backbone.dtype).removeprefix("torch.")}
-    same = {"template": model.chat_template, "expected": model.backbone.fingerprint}
-    return partial(_load, given, writes=writes, **same)
+    flags = base.picked(asked, MODEL) | {"dtype": str(model.backbone.dtype).removeprefix("torch.")}
+    keywords = {"template": model.chat_template, "expected": model.backbone.fingerprint}
+    return partial(_load, flags, writes=writes, **keywords)
 
 
 def _chat_template(asked: Asked) -> str | None:
@@ -141,11 +141,11 @@ def _chat_template(asked: Asked) -> str | None:
         *(("heads", of_heads), ("start_from", of_heads), ("data", text.template_of)),
         ("cache", lambda name: Manifest.read(name).chat_template),
     ):
-        other = template_in(asked[flag]) if flag in asked else None
-        if chosen and other and chosen != other:
-            names = f"{templates.name_of(other)}, not {templates.name_of(chosen)}"
+        template = template_in(asked[flag]) if flag in asked else None
+        if chosen and template and chosen != template:
+            names = f"{templates.name_of(template)}, not {templates.name_of(chosen)}"
             base.note(f"selfspec: {asked[flag]} was made with the chat template {names}")
-        chosen = chosen or other
+        chosen = chosen or template
     return chosen
 
 
@@ -163,14 +163,14 @@ def _workers(asked: Asked) -> int:
 
 
 def _read(
-    path: str, on: Base, asked: Asked, batch_tokens: int | None, max_tokens: int | None = None
+    path: str, model: Base, asked: Asked, batch_tokens: int | None, max_tokens: int | None = None
 ) -> list[Conversation]:
     """The conversations of a file that fit the model and `batch_tokens`; None: of any length."""
     return text.read_conversations(
         Path(path),
-        on.tokenizer,
-        vocab_size=on.backbone.vocab_size,
-        max_length=min(batch_tokens, on.backbone.max_positions) if batch_tokens else sys.maxsize,
+        model.tokenizer,
+        vocab_size=model.backbone.vocab_size,
+        max_length=min(batch_tokens, model.backbone.max_positions) if batch_tokens else sys.maxsize,
         max_tokens=max_tokens,
         skip_bad_rows=asked.get("skip_bad_rows", False),
     )
@@ -178,19 +178,19 @@ def _read(
 
 def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
     if missing := sorted(set(needed.layers) - set(found.layers)):
-        held = f"the cache holds exit layers {list(found.layers)}, not {missing}"
-        raise InvalidOption(f"{held}. Choose among them, or cache again with --exit-layers")
+        reason = f"the cache holds exit layers {list(found.layers)}, not {missing}"
+        raise InvalidOption(f"{reason}. Choose among them, or cache again with --exit-layers")
     if needed.everywhere and not found.everywhere:
-        choices = "Fit with --answer-share 1, or cache again without --answers-only"
-        raise InvalidOption(f"the cache holds answers alone. {choices}")
+        advice = "Fit with --answer-share 1, or cache again without --answers-only"
+        raise InvalidOption(f"the cache holds answers alone. {advice}")
     if needed.top_k > 1 == found.top_k:
-        choices = "Fit with --ce-share 1, or cache again with --top-k"
-        raise InvalidOption(f"the cache holds the likeliest token alone. {choices}")
+        advice = "Fit with --ce-share 1, or cache again with --top-k"
+        raise InvalidOption(f"the cache holds the likeliest token alone. {advice}")
     if needed.deep and not found.deep:
         raise InvalidOption("the cache holds no deep states. Cache again with --deep")
     if needed.states != found.states[: len(needed.states)]:
-        held = f"the cache holds states of layers {list(found.states)}, not {list(needed.states)}"
-        raise InvalidOption(f"{held}. Cache again with --state-layers")
+        reason = f"the cache holds states of layers {list(found.states)}, not {list(needed.states)}"
+        raise InvalidOption(f"{reason}. Cache again with --state-layers")
 
 
 # --- adapt
@@ -216,12 +216,12 @@ def adapt(*, asked: Named) -> None:
     if "budget" in asked:
         seconds_of(asked["budget"])
     base.check_template(asked, "adapt")
-    given = {name: value for name, value in asked.items() if name != "config"}
+    options = {name: value for name, value in asked.items() if name != "config"}
     from selfspec.adaptation import adapt as made
 
     with base.bar("adapt", "s") as bar:
-        given["show"] = lambda at, end, words: bar(int(at), int(end), words)
-        report = made(given.pop("model", None), **given)
+        options["show"] = lambda done, total, words: bar(int(done), int(total), words)
+        report = made(options.pop("model", None), **options)
     base.emit(report.markdown())
 
 
@@ -285,7 +285,7 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
     passages = Passages(asked.get("passages"), recipe.languages if recipe else ())
     workers = asked.get("workers", 1)
     model = _load({"dtype": "bfloat16"} | asked, writes=workers == 1)
-    recorded = asdict(options) | {
+    record = asdict(options) | {
         "source": _identity(asked.get("source")),
         "recipe": None if recipe is None else recipe.digest,
         "passages": passages.digest,
@@ -298,12 +298,12 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
         "dtype": str(model.backbone.dtype).removeprefix("torch."),
         "fingerprint": model.backbone.fingerprint,
     }
-    del recorded["tokens"]  # a file may grow
-    writer = Writer(Path(asked["output"]), recorded, hub.machine())
+    del record["tokens"]  # a file may grow
+    writer = Writer(Path(asked["output"]), record, hub.machine())
     done, generated = writer.counts.total("answer_tokens"), 0
     if options.tokens is not None and done >= options.tokens:
-        said = f"selfspec: {asked['output']} is finished: it holds {done:,} answer tokens"
-        base.note(f"{said}. Raise --tokens to go on")
+        message = f"selfspec: {asked['output']} is finished: it holds {done:,} answer tokens"
+        base.note(f"{message}. Raise --tokens to go on")
         return writer.counts
     with base.bar("data", "answer tokens") as show, ExitStack() as stack:
 
@@ -353,17 +353,17 @@ def _source(
     skip, options = asked.get("skip_bad_rows", False), author.options
     if recipe is not None:
         file = asked.get("questions")
-        own = [] if file is None else text.questions_of(file, skip_bad_rows=skip)
-        prompts = author.prompts(recipe, passages, own)
+        questions = [] if file is None else text.questions_of(file, skip_bad_rows=skip)
+        prompts = author.prompts(recipe, passages, questions)
         if prompts.left_out:
-            why = "without --passages" + ("" if author.invents else " or invented turns")
-            base.note(f"selfspec: left out {why}: {', '.join(prompts.left_out)}")
+            reason = "without --passages" + ("" if author.invents else " or invented turns")
+            base.note(f"selfspec: left out {reason}: {', '.join(prompts.left_out)}")
         admission = selfgen.Admission(options, writer.records(), excluded)
         return admission, lambda author: selfgen.Written(author, prompts, excluded).propose, None
     parse = partial(selfgen.talk_of, tokenizer=author.turns.tokenizer, system=options.system)
     rows = Reader(asked["source"], parse, skip_bad_rows=skip)
-    given = selfgen.Given(rows, writer.batches, options, excluded)
-    return given, lambda author: author.answer, rows
+    source = selfgen.Given(rows, writer.batches, options, excluded)
+    return source, lambda author: author.answer, rows
 
 
 def _excluded_ngrams(asked: Asked) -> set[int]:
@@ -371,10 +371,10 @@ def _excluded_ngrams(asked: Asked) -> set[int]:
     from selfspec.training.selfgen import ngrams
 
     suite = [] if "source" in asked else load_suite()  # the user chose the rows of --from
-    asking = [turn for question in suite for turn in question.turns]
+    turns = [turn for question in suite for turn in question.turns]
     for name in filter(None, asked.get("exclude", "").split(",")):
-        asking += Reader(name, text.texts_of)
-    return {n for one in asking for n in ngrams(one)}
+        turns += Reader(name, text.texts_of)
+    return {ngram for turn in turns for ngram in ngrams(turn)}
 
 
 def _identity(source: str | None) -> str | None:
@@ -446,21 +446,21 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
             done += positions
             show(done, total, found=not computed)
 
-        computed = None
+        compute = None
         if workers > 1:
             from selfspec import cluster
 
             load, main_memory = _load_like(asked, model), torch.device("cpu")
 
             def make() -> Callable[[list[Conversation]], Features]:
-                own = load().backbone
-                return lambda batch: store.features(own, spec, store.pad_batch(batch)).to(
+                replica = load().backbone
+                return lambda batch: store.features(replica, spec, store.pad_batch(batch)).to(
                     main_memory
                 )
 
             submit = stack.enter_context(cluster.workers(workers, make))
-            computed = partial(cluster.in_order, submit, 2 * workers)
-        store.write(asked["output"], source, manifest, count, computed)
+            compute = partial(cluster.in_order, submit, 2 * workers)
+        store.write(asked["output"], source, manifest, count, compute)
     answers = f"{sum(source.answers):,} of them answers"
     base.emit(f"{asked['output']}: {total:,} positions, {answers}, {size:.2f} GB\n")
 
@@ -486,19 +486,19 @@ def datastore(*, asked: Asked) -> None:
     with writing(output):
         from selfspec.decoding.drafters.rest import Datastore
 
-        on = _load(asked)
+        model = _load(asked)
         texts: list[Sequence[int]] = []
         if "texts" in asked:
-            files_of = text.texts_in(asked["texts"])
-            texts += (on.tokenizer(words)["input_ids"] for _, words in files_of)
+            documents = text.texts_in(asked["texts"])
+            texts += (model.tokenizer(content)["input_ids"] for _, content in documents)
         if "data" in asked:
-            texts += (talk.ids for talk in _read(asked["data"], on, asked, None))
-        store = Datastore.of(texts, on.tokenizer)
+            texts += (talk.ids for talk in _read(asked["data"], model, asked, None))
+        store = Datastore.of(texts, model.tokenizer)
         store.save(output)
     base.emit(f"{output}: {counted(len(texts), 'text')}, {len(store.ids) - len(texts):,} tokens\n")
-    raw = base.raw_flag(on.tokenizer)
-    words = ["generate", *raw, "Once upon a time"] if raw else ["chat"]
-    base.say_next(words[0], asked, *words[1:], "--datastore", asked["output"])
+    raw = base.raw_flag(model.tokenizer)
+    command = ["generate", *raw, "Once upon a time"] if raw else ["chat"]
+    base.say_next(command[0], asked, *command[1:], "--datastore", asked["output"])
 
 
 # --- fit
@@ -545,55 +545,55 @@ def fit(*, asked: Named) -> None:
     output = Path(asked["output"])
     with writing(output):
         _check_heads_output(asked)  # another fit may have written it meanwhile
-        begun = output / hub.CHECKPOINT
+        state = output / hub.CHECKPOINT
         if asked.get("overwrite"):
-            begun.unlink(missing_ok=True)
+            state.unlink(missing_ok=True)
         model = _load(asked)
-        job = _job(asked, options, model, begun)
+        job = _job(asked, options, model, state)
         try:
             with base.bar("fit", "steps") as show:
                 fitted = fitting.fit(job, show)
         except KeyboardInterrupt:
             if base.is_first():
-                again = " without --overwrite" if asked.get("overwrite") and begun.is_file() else ""
+                again = " without --overwrite" if asked.get("overwrite") and state.is_file() else ""
                 base.note(f"{output}: the same command{again} continues it")
             raise
         if base.is_first():
-            named = {flag.name: asked.get(flag.name) for flag in _FILES}
-            run = named | {"base_model": job.base_model} | plain(job.options)
+            values = {flag.name: asked.get(flag.name) for flag in _FILES}
+            run = values | {"base_model": job.base_model} | plain(job.options)
             records.write(output, fitted, run)
             folders.remember(output)
-            begun.unlink(missing_ok=True)
+            state.unlink(missing_ok=True)
             _say_fitted(fitted, model, asked)
 
 
 def _say_fitted(fitted: Fitted, model: Base, asked: Asked) -> None:
     for layer, shares in fitted.metrics["layers"].items():
         second = shares["agreement_second"]
-        more = "" if second is None else f"  second draft {second:.1%}"
-        base.emit(f"layer {layer:>3}  agreement {shares['agreement']:.1%}{more}\n")
+        suffix = "" if second is None else f"  second draft {second:.1%}"
+        base.emit(f"layer {layer:>3}  agreement {shares['agreement']:.1%}{suffix}\n")
     layers = len(fitted.metrics["layers"])
     base.emit(f"{asked['output']}: exit heads at {layers} layer{'s' * (layers != 1)}\n")
     if fitted.heads.looks_ahead:  # medusa heads are not calibrated
-        to = ("--methods", "plain,medusa", "--output", "results")
-        base.say_next("bench", asked, "--heads", asked["output"], *to)
+        options = ("--methods", "plain,medusa", "--output", "results")
+        base.say_next("bench", asked, "--heads", asked["output"], *options)
         return
     # calibration needs text that the heads were not fitted to: without any, suggest to write some
     data = asked.get("validation", "held-out.jsonl")
     if "validation" not in asked:
         template = model.chat_template
         name = template and templates.name_of(template)
-        own = {"chat_template": name if name in templates.NAMES else template} if name else {}
-        words = ("--output", data, "--tokens", "20000", "--seed", "1")
-        base.say_next("data", own | asked, *words, *base.raw_flag(model.tokenizer))
+        defaults = {"chat_template": name if name in templates.NAMES else template} if name else {}
+        arguments = ("--output", data, "--tokens", "20000", "--seed", "1")
+        base.say_next("data", defaults | asked, *arguments, *base.raw_flag(model.tokenizer))
     base.say_next("calibrate", asked, "--heads", asked["output"], "--data", data)
 
 
 def _check_heads_output(asked: Asked) -> None:
     # a fit that was killed while it wrote its heads still has its checkpoint, and may continue
     overwrite = asked.get("overwrite", False) or Path(asked["output"], hub.CHECKPOINT).is_file()
-    output, ours, reads = asked["output"], folders.is_heads_folder, base.inputs(asked)
-    files.check_folder(output, hub.HEADS_FILES, ours, overwrite=overwrite, reads=reads)
+    output, is_ours, reads = asked["output"], folders.is_heads_folder, base.inputs(asked)
+    files.check_folder(output, hub.HEADS_FILES, is_ours, overwrite=overwrite, reads=reads)
 
 
 def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Job:
@@ -602,38 +602,38 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
     from selfspec.training.features import CacheSource, Selection, StreamSource, split
 
     backbone, tokenizer = model.backbone, model.tokenizer
-    cached, validation, start = options_of(CacheOptions, asked), asked.get("validation"), None
+    limits, validation, start = options_of(CacheOptions, asked), asked.get("validation"), None
 
     def streamed(
         talks: list[Conversation], *, measured: bool = True, keep: bool = True
     ) -> Selection:
         spec = fit.feature_spec(backbone, options, measured=measured)
-        return Selection(StreamSource(backbone, spec, talks, cached.batch_tokens, keep=keep))
+        return Selection(StreamSource(backbone, spec, talks, limits.batch_tokens, keep=keep))
 
     if "start_from" in asked:
         start = heads_of(hub.resolve_heads(asked["start_from"]), backbone, model.name)
         options = fit.options_to_go_on(options, start)
     if "cache" in asked:
         source = CacheSource(asked["cache"], backbone)
-        data, found, kind = source.manifest.data, source.spec.layers, options.head_type
+        data, layers, kind = source.manifest.data, source.spec.layers, options.head_type
         train, held_out = (Selection(source),) * 2 if validation else split(source)
         if asked.get("max_tokens"):
             train = train.limited(asked["max_tokens"])
         attends = kind == folders.EAGLE3
-        own = attends or kind == folders.MEDUSA or (kind == "deep-fused" and 0 in found)
-        if options.exit_layers is None and not own:
-            options = replace(options, exit_layers=tuple(filter(None, found)) or found)
+        own_layers = attends or kind == folders.MEDUSA or (kind == "deep-fused" and 0 in layers)
+        if options.exit_layers is None and not own_layers:
+            options = replace(options, exit_layers=tuple(filter(None, layers)) or layers)
         if options.state_layers is None and fit.state_layers(backbone, options) and not attends:
             options = replace(options, state_layers=source.spec.states)
         _require_features(source.spec, fit.feature_spec(backbone, options, measured=False))
     else:  # features are computed from conversations when they are needed
         data = Path(asked["data"]).name
-        talks = _read(asked["data"], model, asked, cached.batch_tokens, cached.max_tokens)
+        talks = _read(asked["data"], model, asked, limits.batch_tokens, limits.max_tokens)
         talks, others = (talks, talks) if validation else text.split(talks)
         train = streamed(talks, measured=False, keep=asked.get("keep_features", False))
         held_out = streamed(others)
     if validation:
-        held_out = streamed(_read(validation, model, asked, cached.batch_tokens))
+        held_out = streamed(_read(validation, model, asked, limits.batch_tokens))
     return fit.Job(
         backbone=backbone,
         base_model=model.name,
@@ -676,9 +676,9 @@ def calibrate(*, as_json: base.AsJson = False, asked: Named) -> None:
     """
     entropy, source = asked.get("entropy", False), "cache" if "cache" in asked else "data"
     base.require(asked, *(("data",) if entropy else ("heads", source)))
-    why = "means nothing with --entropy. Leave it out" if entropy else _IS_CACHED
+    reason = "means nothing with --entropy. Leave it out" if entropy else _IS_CACHED
     ignored = {"cache", "max_exit_layers"} if entropy else {"data"} if source == "cache" else set()
-    base.refuse(asked, ignored, why)
+    base.refuse(asked, ignored, reason)
     _check(asked)
     heads = hub.resolve_heads(asked["heads"]) if "heads" in asked else None
     output = None if asked.get("dry_run", False) else heads
@@ -687,10 +687,10 @@ def calibrate(*, as_json: base.AsJson = False, asked: Named) -> None:
         files.check_folder(output, names, folders.is_heads_folder, overwrite=True)
     with nullcontext() if output is None else writing(output):
         if heads is None or entropy:
-            found, words = _calibrate_entropy(asked, output)
+            record, summary = _calibrate_entropy(asked, output)
         else:
-            found, words = _calibrate(asked, heads, output)
-    base.emit(json.dumps(found) + "\n" if as_json else words)
+            record, summary = _calibrate(asked, heads, output)
+    base.emit(json.dumps(record) + "\n" if as_json else summary)
     if output is not None and not entropy:
         base.note(f"wrote {output / folders.CONFIG_FILE}")
         base.say_next("tune", asked, "--heads", str(output))
@@ -706,8 +706,8 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Found:
 
     heads = heads_of(folder, model.backbone, model.name)
     if heads.looks_ahead:
-        wrong = f"{folder} holds medusa heads, whose tree has no thresholds or layers to choose"
-        raise InvalidOption(f"{wrong}. Use them as they are: selfspec bench")
+        problem = f"{folder} holds medusa heads, whose tree has no thresholds or layers to choose"
+        raise InvalidOption(f"{problem}. Use them as they are: selfspec bench")
     needed = FeatureSpec.read_by(heads)
     limit = asked.get("max_tokens")
     if "cache" in asked:
@@ -717,16 +717,16 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Found:
     else:
         batch_tokens = CacheOptions().batch_tokens
         if heads.config.training.get("data") == Path(asked["data"]).name:
-            said = "selfspec: these heads were fitted to a file of this name. Is this one held out?"
-            base.note(f"{said} If not, the heads look better than they are")
+            note = "selfspec: these heads were fitted to a file of this name. Is this one held out?"
+            base.note(f"{note} If not, the heads look better than they are")
         talks = _read(asked["data"], model, asked, batch_tokens, limit)
         features = Selection(StreamSource(model.backbone, needed, talks, batch_tokens, keep=True))
     costs = quick_costs(Backbone(model.backbone.model), heads)
-    found = records.calibrate(heads, features, costs, asked.get("max_exit_layers", 2))
+    calibration = records.calibrate(heads, features, costs, asked.get("max_exit_layers", 2))
     if output is not None:
-        recorded = {name: asked[name] for name in sorted(asked) if name != "config"}
-        records.write_calibration(heads, output, found, recorded)
-    return found.record(), calibration_words(found)
+        options = {name: asked[name] for name in sorted(asked) if name != "config"}
+        records.write_calibration(heads, output, calibration, options)
+    return calibration.record(), calibration_words(calibration)
 
 
 def _calibrate_entropy(asked: Asked, output: Path | None) -> Found:
@@ -737,18 +737,18 @@ def _calibrate_entropy(asked: Asked, output: Path | None) -> Found:
     batch_tokens = CacheOptions().batch_tokens
     texts = _read(asked["data"], model, asked, batch_tokens, asked.get("max_tokens"))
     with base.bar("entropies", "batches") as show:
-        found = measured_entropy(model.backbone, texts, batch_tokens, show)
-    value = found["entropy_threshold"]
-    where = f"not stored: use --acceptance easd:entropy={value}"
+        stats = measured_entropy(model.backbone, texts, batch_tokens, show)
+    threshold = stats["entropy_threshold"]
+    place = f"not stored: use --acceptance easd:entropy={threshold}"
     if output is not None:
         config = heads_of(output, model.backbone, model.name).config
         options = SpeculationOptions().updated(config.defaults)
-        options = options.updated({"easd": {"entropy": value}})
+        options = options.updated({"easd": {"entropy": threshold}})
         replace(config, defaults=options.differing()).write(output)
-        where = f"written to {output}"
-    return found, (
-        f"entropy threshold {value} nats, the mean of the highest {SHARE:.0%} at "
-        f"{found['positions']:,} answer positions (mean of all {found['mean_entropy']}); {where}\n"
+        place = f"written to {output}"
+    return stats, (
+        f"entropy threshold {threshold} nats, the mean of the highest {SHARE:.0%} at "
+        f"{stats['positions']:,} answer positions (mean of all {stats['mean_entropy']}); {place}\n"
     )
 
 
@@ -757,12 +757,12 @@ def calibration_words(found: Calibration) -> str:
 
     columns = ("layer", "agreement", "2nd draft", "ECE", "T", "ECE at T")
     grid = Table(*columns, box=None, pad_edge=False)
-    for layer, one in found.layers.items():
-        second = "" if one.agreement_second is None else f"{one.agreement_second:.1%}"
-        errors = f"{one.ece_before:.3f}", f"{one.temperature:.2f}", f"{one.ece:.3f}"
-        grid.add_row(str(layer), f"{one.agreement:.1%}", second, *errors)
+    for layer, figures in found.layers.items():
+        second = "" if figures.agreement_second is None else f"{figures.agreement_second:.1%}"
+        cells = f"{figures.ece_before:.3f}", f"{figures.temperature:.2f}", f"{figures.ece:.3f}"
+        grid.add_row(str(layer), f"{figures.agreement:.1%}", second, *cells)
     setting = found.setting
-    words = (
+    message = (
         f"{found.positions:,} held-out positions; heads can draft {found.coverage:.1%} of the "
         f"model's tokens\n\n{base.rendered(grid)}\n"
         f"exit layers {list(setting.exit_layers)}, thresholds {list(setting.exit_threshold)}, "
@@ -771,8 +771,8 @@ def calibration_words(found: Calibration) -> str:
         f"{setting.speed_up:.2f} x plain decoding\n"
     )
     if found.drafter != FITTED:
-        words += (
+        message += (
             "This is not faster, so these heads do not draft by default: their default is "
             f"--drafter {found.drafter}, {_INSTEAD[found.drafter]}\n"
         )
-    return words
+    return message
