@@ -72,12 +72,12 @@ def unchanged(speculator: Speculator) -> Iterator[None]:
     """
     model: Any = speculator.model
     config: Any = speculator.backbone.config
-    before, layers, end = model.generation_config, config.num_hidden_layers, speculator.turn_end
-    model.generation_config = copy.deepcopy(before)
+    original, layers, end = model.generation_config, config.num_hidden_layers, speculator.turn_end
+    model.generation_config = copy.deepcopy(original)
     try:
         yield
     finally:
-        model.generation_config, config.num_hidden_layers = before, layers
+        model.generation_config, config.num_hidden_layers = original, layers
         speculator.turn_end = end
 
 
@@ -127,8 +127,8 @@ _DRAWN = {"do_sample": True, "seed": 0, "top_k": 0, "top_p": 1.0, "temperature":
 
 
 def exits(**settings: Any) -> dict[str, Any]:
-    said = ",".join(f"{name}={as_word(value)}" for name, value in settings.items())
-    return {**EXIT, "drafter": f"exit:{said}"}
+    text = ",".join(f"{name}={as_word(value)}" for name, value in settings.items())
+    return {**EXIT, "drafter": f"exit:{text}"}
 
 
 def _heads(speculator: Speculator) -> ExitHeads:
@@ -139,13 +139,13 @@ def _heads(speculator: Speculator) -> ExitHeads:
 
 def _no_depth_bound(speculator: Speculator) -> list[Setting]:
     """All fitted layers; one without a threshold gets that of the next shallower layer with one."""
-    heads, own = _heads(speculator), speculator.options.exit
+    heads, exit_options = _heads(speculator), speculator.options.exit
     fitted = heads.config.exit_layers
     if heads.layers_in_use(speculator.options) == fitted:
         return []
-    given = own.layers or fitted
-    by_layer = dict(zip(given, itertools.cycle(own.thresholds), strict=False))
-    nearest = [max((at for at in given if at <= layer), default=given[0]) for layer in fitted]
+    layers = exit_options.layers or fitted
+    by_layer = dict(zip(layers, itertools.cycle(exit_options.thresholds), strict=False))
+    nearest = [max((at for at in layers if at <= layer), default=layers[0]) for layer in fitted]
     thresholds = tuple(by_layer[layer] for layer in nearest)
     return [exits(max_depth=None, layers=fitted, threshold=thresholds)]
 
@@ -158,11 +158,11 @@ def _peer(taus: Sequence[float], widths: Sequence[int], *, single: bool = True) 
 
     def settings(speculator: Speculator) -> list[Setting]:
         layers = _heads(speculator).config.exit_layers
-        alone = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
-        places = [(layer,) for layer in alone] if single else [layers]
+        singles = sorted({layers[0], layers[len(layers) // 2], layers[-1]})
+        subsets = [(layer,) for layer in singles] if single else [layers]
         return [
-            exits(max_depth=None, anneal_strength=0, layers=at, threshold=tau, max_tokens=width)
-            for at, tau, width in itertools.product(places, taus, widths)
+            exits(max_depth=None, anneal_strength=0, layers=subset, threshold=tau, max_tokens=width)
+            for subset, tau, width in itertools.product(subsets, taus, widths)
         ]
 
     return settings
@@ -187,15 +187,15 @@ that `eval.papers.self_sd` found; its command is in eval/results/papers/self-sd.
 
 
 def _self_sd(speculator: Speculator) -> list[Setting]:
-    own = speculator.options.skip.skipped
-    known = (sets for name, sets in SKIPPED.items() if name in speculator.label)
-    sets = next(known, ()) if own is None else (as_word(own),)
+    skipped = speculator.options.skip.skipped
+    matches = (sets for name, sets in SKIPPED.items() if name in speculator.label)
+    sets = next(matches, ()) if skipped is None else (as_word(skipped),)
     if not sets:
         raise InvalidOption(
             "the layers that self-sd should leave out are unknown for this model. Give "
             "--drafter skip:skipped=LAYER/LAYER/.."
         )
-    return [{"drafter": f"skip:skipped={one}", "never_slower": False} for one in sets]
+    return [{"drafter": f"skip:skipped={layers}", "never_slower": False} for layers in sets]
 
 
 class Method(NamedTuple):
@@ -335,19 +335,19 @@ def moved(said: str) -> dict[str, Setting]:
 def _known() -> dict[str, tuple[str, str, Any]]:
     """By name of a sweep: the option, the prefix of the value in its text, the value's type."""
     hints = annotations_of(SpeculationOptions)
-    found = {
+    sweeps = {
         name: (name, "", str if name in PARTS else hints[name])
         for name in OPTION_NAMES
         if name != "costs"
     }
     for option, kinds in PARTS.items():
-        for kind, made in kinds.items():
+        for kind, part in kinds.items():
             path = f"{option}.{kind}" if kind in CONTROLLERS and kind in ACCEPTANCE else kind
-            for entry in fields(made):
-                prefix = f"{kind}:{entry.name}=" if kind else f"{entry.name}="
-                hint = annotations_of(made)[entry.name]
-                found[f"{path or option}.{entry.name}"] = (option, prefix, hint)
-    return found
+            for field in fields(part):
+                prefix = f"{kind}:{field.name}=" if kind else f"{field.name}="
+                hint = annotations_of(part)[field.name]
+                sweeps[f"{path or option}.{field.name}"] = (option, prefix, hint)
+    return sweeps
 
 
 # --- methods with their settings, ready to be measured
@@ -379,37 +379,37 @@ class Contender:
 
 def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[Contender]]:
     """Each method with all its settings. Raises InvalidOption, HeadsNotFound if one cannot run."""
-    found = {}
+    grid = {}
     for name in names:
-        known = METHODS[name].settings
-        settings = [known] if isinstance(known, Mapping) else known(speculator)
+        choices = METHODS[name].settings
+        settings = [choices] if isinstance(choices, Mapping) else choices(speculator)
         if not settings:
             raise InvalidOption(
                 f"{name} is the same as speculation with these heads and options. Leave it out of "
                 "--methods"
             )
-        found[name] = [_contender(speculator, name, setting) for setting in settings]
-    return found
+        grid[name] = [_contender(speculator, name, setting) for setting in settings]
+    return grid
 
 
 def swept(speculator: Speculator, moves: Mapping[str, Setting]) -> list[Contender]:
     """Speculation with some options changed; lenience samples. Raises as `candidates` does."""
     base = EXIT if speculator.options.uses("exit") else {}
     return [
-        _contender(speculator, "speculation", {**base, **drawn, **setting}, said)
-        for said, setting in moves.items()
-        for drawn in [_DRAWN if "lenient" in setting.get("acceptance", "") else {}]
+        _contender(speculator, "speculation", {**base, **sampling, **setting}, label)
+        for label, setting in moves.items()
+        for sampling in [_DRAWN if "lenient" in setting.get("acceptance", "") else {}]
     ]
 
 
 def described(methods: Sequence[Contender]) -> dict[str, dict[str, Any]]:
     """Methods by label, for the record: description, setting, and what it was chosen from."""
     names = ("method", "source", "setting", "lossy", "chosen_from")
-    return {entry.label: {name: getattr(entry, name) for name in names} for entry in methods}
+    return {method.label: {name: getattr(method, name) for name in names} for method in methods}
 
 
 def _contender(
-    speculator: Speculator, name: str, setting: Setting, said: str | None = None
+    speculator: Speculator, name: str, setting: Setting, label: str | None = None
 ) -> Contender:
     method, lossy = METHODS[name], False
     if method.decode is on_our_runtime:
@@ -419,11 +419,11 @@ def _contender(
         stream.close()
         if "exit" in setting.get("drafter", ""):
             _heads(speculator)
-        asked = stream.request.speculation
-        lossy = asked.speculate and asked.loss is not None
-    said = said or ", ".join(f"{key}={as_word(value)}" for key, value in setting.items())
-    about: Any = {"source": method.source, "by": method.decode, "lossy": lossy}
-    return Contender(label=f"{name}({said})", method=name, setting=setting, **about)
+        speculation = stream.request.speculation
+        lossy = speculation.speculate and speculation.loss is not None
+    label = label or ", ".join(f"{key}={as_word(value)}" for key, value in setting.items())
+    keywords: Any = {"source": method.source, "by": method.decode, "lossy": lossy}
+    return Contender(label=f"{name}({label})", method=name, setting=setting, **keywords)
 
 
 # --- the runner
@@ -444,18 +444,18 @@ class Bench:
     ) -> list[Answer]:
         """Answers to all questions: those in the file at `path`, and new ones, appended to it."""
         results.drop_unfinished(path)
-        found = {answer.key: answer for answer in results.read(path)}
-        if any(not self._finished(question, found) for question in questions):
+        answers = {answer.key: answer for answer in results.read(path)}
+        if any(not self._finished(question, answers) for question in questions):
             for contender in contenders:  # warms kernels and caches
                 self.run(contender, self._ids(_WARM_UP), [0] * _WARM_UP_TOKENS)
         for number, question in enumerate(questions):
             show(number, len(questions), question.id)
-            if not self._finished(question, found):
-                for answer in self.answers(question, contenders, found):
+            if not self._finished(question, answers):
+                for answer in self.answers(question, contenders, answers):
                     results.append(path, answer)
-                    found[answer.key] = answer
+                    answers[answer.key] = answer
         show(len(questions), len(questions), "")
-        return list(found.values())
+        return list(answers.values())
 
     def answers(
         self,
@@ -465,14 +465,14 @@ class Bench:
     ) -> Iterator[Answer]:
         """Yield answers to all turns and repeats that are not `known`."""
         messages: list[dict[str, str]] = []
-        most = self.options.max_new_tokens
+        limit = self.options.max_new_tokens
         for turn, text in enumerate(question.turns, start=1):
             messages.append({"role": "user", "content": text})
             answer = Answer(id=question.id, task=question.task, turn=turn, repeat=1)
             try:
                 ids = self._ids(messages if turn > 1 else text)
                 plain = self.speculator.generate(
-                    ids, max_new_tokens=most, do_sample=False, speculate=False
+                    ids, max_new_tokens=limit, do_sample=False, speculate=False
                 )
             except SelfspecError as error:
                 yield replace(answer, error=first_line(error))
@@ -526,7 +526,7 @@ class Bench:
         reference: str | None,
     ) -> dict[str, Run]:
         """Add the quality of texts to `runs`: each is written once more, up to its own end."""
-        speculator, found, usual = self.speculator, {}, plain.token_ids
+        speculator, judged, plain_tokens = self.speculator, {}, plain.token_ids
         tokenizer: Any = speculator.tokenizer
         # cached: every method needs it for plain decoding's answer
         nats = cache(lambda tokens: results.log_likelihood(speculator.model, ids, tokens))
@@ -537,32 +537,32 @@ class Bench:
             try:
                 with unchanged(speculator):
                     tokens = entry.decode(speculator, ids, self.options.max_new_tokens).token_ids
-                looked = Quality(
+                quality = Quality(
                     text=tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer else "",
                     plain_text=plain.text,
                     reference=reference,
                     tokens=len(tokens),
-                    plain_tokens=len(usual),
-                    first_divergence=results.first_divergence(tokens, usual),
-                    edit_distance=results.edit_distance(tokens, usual),
+                    plain_tokens=len(plain_tokens),
+                    first_divergence=results.first_divergence(tokens, plain_tokens),
+                    edit_distance=results.edit_distance(tokens, plain_tokens),
                     log_likelihood=nats(tuple(tokens)),
-                    plain_log_likelihood=nats(tuple(usual)),
+                    plain_log_likelihood=nats(tuple(plain_tokens)),
                 )
-                found[entry.label] = replace(run, quality=looked)
+                judged[entry.label] = replace(run, quality=quality)
             except Exception as error:  # noqa: BLE001  # as in `run`
-                found[entry.label] = _failed(error)
-        return found
+                judged[entry.label] = _failed(error)
+        return judged
 
     def _ids(self, prompt: Prompt) -> Tensor:
         from selfspec.api.text import encode
 
         return encode(self.speculator.tokenizer, prompt).to(self.speculator.backbone.device)
 
-    def _finished(self, question: Question, found: Mapping[tuple[str, int, int], Answer]) -> bool:
+    def _finished(self, question: Question, answers: Mapping[tuple[str, int, int], Answer]) -> bool:
         """Whether all turns are answered, or an error says why they cannot be."""
-        known = [answer for answer in found.values() if answer.id == question.id]
-        every = len(known) == len(question.turns) * self.options.repeats
-        return every or any(answer.error for answer in known)
+        matches = [answer for answer in answers.values() if answer.id == question.id]
+        complete = len(matches) == len(question.turns) * self.options.repeats
+        return complete or any(answer.error for answer in matches)
 
 
 def _failed(error: Exception) -> Run:
@@ -576,26 +576,26 @@ def best_of(
     grid: Mapping[str, Sequence[Contender]], tuning: Sequence[Answer]
 ) -> dict[str, Contender]:
     """By method, the setting that failed least, then took least time; labelled as the method."""
-    found = {}
+    winners = {}
     for name, entries in grid.items():
-        labels = [one.label for one in entries] if len(entries) > 1 else []
+        labels = [entry.label for entry in entries] if len(entries) > 1 else []
         best = (
-            _quickest(entries, [one.runs for one in tuning if one.runs]) if labels else entries[0]
+            _quickest(entries, [row.runs for row in tuning if row.runs]) if labels else entries[0]
         )
-        found[name] = replace(best, label=name, chosen_from=labels)
-    return found
+        winners[name] = replace(best, label=name, chosen_from=labels)
+    return winners
 
 
-def _quickest(entries: Sequence[Contender], tried: Sequence[Mapping[str, Run]]) -> Contender:
+def _quickest(entries: Sequence[Contender], answers: Sequence[Mapping[str, Run]]) -> Contender:
     """The fastest of those that failed least often, on the answers that they all wrote."""
 
     def failed(entry: Contender) -> int:
-        return sum(runs[entry.label].error is not None for runs in tried)
+        return sum(runs[entry.label].error is not None for runs in answers)
 
     fewest = min(map(failed, entries))
-    steady = [one for one in entries if failed(one) == fewest]
-    shared = [runs for runs in tried if not any(runs[one.label].error for one in steady)]
-    return min(steady, key=lambda one: sum(runs[one.label].seconds for runs in shared))
+    steady = [entry for entry in entries if failed(entry) == fewest]
+    shared = [runs for runs in answers if not any(runs[entry.label].error for entry in steady)]
+    return min(steady, key=lambda entry: sum(runs[entry.label].seconds for runs in shared))
 
 
 def split(
@@ -641,12 +641,12 @@ def arrivals(
         sizes = [len(entry.tokens) for entry in written.rounds]
         ends = itertools.accumulate(sizes)
         heard = [(size, heard[end - 1][1]) for size, end in zip(sizes, ends, strict=True)]
-    times = [start, *(when for _, when in heard)]
+    times = [start, *(moment for _, moment in heard)]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     return [(count, gap) for (count, _), gap in zip(heard, gaps, strict=True)]
 
 
 def _counts(stats: GenerationStats) -> dict[str, dict[str, float]]:
     kinds = [f"{word}_by_{kind}" for kind in ("layer", "index") for word in ("drafted", "accepted")]
-    found = {name: getattr(stats, name) for name in ("seconds", *kinds)}
-    return {name: {str(key): n for key, n in count.items()} for name, count in found.items()}
+    counts = {name: getattr(stats, name) for name in ("seconds", *kinds)}
+    return {name: {str(key): n for key, n in count.items()} for name, count in counts.items()}

@@ -69,20 +69,20 @@ def ours(**settings: Any) -> Write:
         engine, start = speculator.engine(most=texts), time.perf_counter()
         options: Any = {"max_new_tokens": count, "do_sample": False, **settings}
         requests = [speculator.call(ids, options) for ids in prompts]
-        running = [engine.add(one.only(), one.speculation) for one in requests]
-        answers: dict[Running, list[int]] = {one: [] for one in running}
+        running = [engine.add(request.only(), request.speculation) for request in requests]
+        answers: dict[Running, list[int]] = {text: [] for text in running}
         newest = dict.fromkeys(running, start)
         while engine.texts:
-            before = time.perf_counter()
+            step_start = time.perf_counter()
             news = engine.step()
             now = time.perf_counter()
-            rounds = [(one, entry) for one in news for entry in one.take()]
-            for one, entry in rounds:
-                answers[one] += entry.tokens
-                (load.first_s if entry.prefill else load.gaps_s).append(now - newest[one])
-                newest[one] = now
+            rounds = [(text, entry) for text in news for entry in text.take()]
+            for text, entry in rounds:
+                answers[text] += entry.tokens
+                (load.first_s if entry.prefill else load.gaps_s).append(now - newest[text])
+                newest[text] = now
             if len(rounds) == texts and not any(entry.prefill for _, entry in rounds):
-                load.steps_s += now - before
+                load.steps_s += now - step_start
                 load.steps_tokens += sum(len(entry.tokens) for _, entry in rounds)
         load.seconds = time.perf_counter() - start
         return load, list(answers.values())
@@ -104,14 +104,14 @@ def padded_batch(
         mask = pad_sequence(ones, batch_first=True, padding_side="left")
         streamer = Arrivals(time.perf_counter)
         options = {"max_new_tokens": count, "do_sample": False, "attention_mask": mask}
-        found = model.generate(ids, streamer=streamer, use_cache=True, **options)
-        times = [when for _, when in streamer.heard]
-        made = [_through_end(row, ends) for row in found[:, ids.shape[1] :].tolist()]
-        answers += made
+        output = model.generate(ids, streamer=streamer, use_cache=True, **options)
+        times = [moment for _, moment in streamer.heard]
+        rows = [_through_end(row, ends) for row in output[:, ids.shape[1] :].tolist()]
+        answers += rows
         load.first_s += [times[0] - start] * len(group)
         if len(group) == texts and len(times) > 1:
             load.steps_s += times[-1] - times[0]
-            load.steps_tokens += sum(len(tokens) - 1 for tokens in made)
+            load.steps_tokens += sum(len(tokens) - 1 for tokens in rows)
     load.seconds = time.perf_counter() - start
     return load, answers
 
@@ -121,20 +121,20 @@ def continuous(speculator: Speculator, prompts: Sequence[Tensor], count: int, te
     load, answers, start = Load(texts=texts), list[list[int]](), time.perf_counter()
     model: Any = speculator.model
     ends = listed(model.generation_config.eos_token_id)
-    ended: Any = {"eos_token_id": ends or None, "pad_token_id": min(ends, default=None)}
-    config = GenerationConfig(max_new_tokens=count, do_sample=False, **ended)
+    end_options: Any = {"eos_token_id": ends or None, "pad_token_id": min(ends, default=None)}
+    config = GenerationConfig(max_new_tokens=count, do_sample=False, **end_options)
     for first in range(0, len(prompts), texts):
         group = [ids[0].tolist() for ids in prompts[first : first + texts]]
         # By default it takes all memory; its blocks have 256 positions, despite their name.
         blocks = sum((len(ids) + count) // 256 + 1 for ids in group)
-        room = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=sum(map(len, group)))
-        found = model.generate_batch(group, config, room, progress_bar=False)
-        made = {tuple(one.prompt_ids): list(one.generated_tokens) for one in found.values()}
-        why = [one.error for one in found.values() if one.error]
-        if why or len(found) < len(group):
-            said = f"generate_batch of transformers failed{f' ({why[0]})' if why else ''}"
-            raise InvalidOption(f"{said}. Leave hugging-face-continuous out: --methods")
-        answers += [made[tuple(ids)] for ids in group]
+        limits = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=sum(map(len, group)))
+        outputs = model.generate_batch(group, config, limits, progress_bar=False)
+        tokens = {tuple(text.prompt_ids): list(text.generated_tokens) for text in outputs.values()}
+        errors = [text.error for text in outputs.values() if text.error]
+        if errors or len(outputs) < len(group):
+            problem = f"generate_batch of transformers failed{f' ({errors[0]})' if errors else ''}"
+            raise InvalidOption(f"{problem}. Leave hugging-face-continuous out: --methods")
+        answers += [tokens[tuple(ids)] for ids in group]
     load.seconds = time.perf_counter() - start
     return load, answers
 
@@ -160,29 +160,29 @@ def measured(
 
     If a chat template ends turns with a token, that token ends answers of all methods.
     """
-    known = {(one.method, one.texts, one.repeat) for one in done}
+    known = {(load.method, load.texts, load.repeat) for load in done}
     device, new_tokens = speculator.backbone.device, options.max_new_tokens
-    ids = [encode(speculator.tokenizer, one.turns[0]).to(device) for one in questions]
+    prompts = [encode(speculator.tokenizer, question.turns[0]).to(device) for question in questions]
     with unchanged(speculator):
         config: Any = speculator.model.generation_config
         if (end := speculator.turn_end.token) is not None:
             config.eos_token_id = [*listed(config.eos_token_id), end]
         speculator.turn_end = NO_END
-        _, expected = METHODS["plain"](speculator, ids, new_tokens, 1)
+        _, expected = METHODS["plain"](speculator, prompts, new_tokens, 1)
         for name in methods:  # warms up: work of the first use does not count
-            METHODS[name](speculator, ids[:2], 2, 2)
+            METHODS[name](speculator, prompts[:2], 2, 2)
         for repeat, count in product(range(options.repeats), texts):
             order = list(methods)
             random.Random(f"{options.seed} {repeat} {count}").shuffle(order)
-            for name in (one for one in order if (one, count, repeat) not in known):
-                load, answers = METHODS[name](speculator, ids, new_tokens, count)
+            for name in (method for method in order if (method, count, repeat) not in known):
+                load, answers = METHODS[name](speculator, prompts, new_tokens, count)
                 load.method, load.repeat, load.tokens = name, repeat, sum(map(len, answers))
                 load.same = sum(a == b for a, b in zip(answers, expected, strict=True))
                 yield load
 
 
 def _through_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
-    place = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
+    place = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: place + 1]
 
 
@@ -196,29 +196,29 @@ def table(loads: Sequence[Load]) -> str:
 
     Rates are medians, waits are percentiles; with several repeats also compared with plain.
     """
-    found = pd.DataFrame(map(vars, loads)).astype({"same": "Int64"})
-    found["rate"] = found.tokens / found.seconds
-    found["decode"] = (found.steps_tokens / found.steps_s).where(found.steps_tokens > 0)
-    by = found.groupby(_PLACES, sort=False)
-    made = by.agg(tokens=("tokens", "sum"), rate=("rate", "median"))
-    made = made.rename(columns={"rate": "tokens/s"})
-    made["behind prompts"] = by.decode.median()
+    frame = pd.DataFrame(map(vars, loads)).astype({"same": "Int64"})
+    frame["rate"] = frame.tokens / frame.seconds
+    frame["decode"] = (frame.steps_tokens / frame.steps_s).where(frame.steps_tokens > 0)
+    groups = frame.groupby(_PLACES, sort=False)
+    grid = groups.agg(tokens=("tokens", "sum"), rate=("rate", "median"))
+    grid = grid.rename(columns={"rate": "tokens/s"})
+    grid["behind prompts"] = groups.decode.median()
     for name, share in product(("first_s", "gaps_s"), (0.5, 0.95)):
-        waits = found.explode(name).astype({name: float}).groupby(_PLACES, sort=False)[name]
-        made[f"{name[:-2]}, ms: p{round(100 * share)}"] = 1e3 * waits.quantile(share)
-    made["as alone"] = by.same.min()
-    made = made.dropna(axis=1, how="all")
-    if against := _against_plain(found):
-        made["against plain (95 %)"] = pd.Series(against)
-    cells = made.astype(object).where(made.notna(), None).reset_index()
+        waits = frame.explode(name).astype({name: float}).groupby(_PLACES, sort=False)[name]
+        grid[f"{name[:-2]}, ms: p{round(100 * share)}"] = 1e3 * waits.quantile(share)
+    grid["as alone"] = groups.same.min()
+    grid = grid.dropna(axis=1, how="all")
+    if gains := _against_plain(frame):
+        grid["against plain (95 %)"] = pd.Series(gains)
+    cells = grid.astype(object).where(grid.notna(), None).reset_index()
     return f"{cells.to_markdown(index=False, floatfmt='.1f')}\n"
 
 
-def _against_plain(found: pd.DataFrame) -> dict[tuple[str, int], str]:
+def _against_plain(frame: pd.DataFrame) -> dict[tuple[str, int], str]:
     """Ratios of rates after the prompts, paired by repeat; empty with one repeat."""
-    if found.repeat.nunique() < 2:
+    if frame.repeat.nunique() < 2:
         return {}
-    seconds = 1.0 / found.pivot(index="repeat", columns=_PLACES, values="decode")
+    seconds = 1.0 / frame.pivot(index="repeat", columns=_PLACES, values="decode")
     cells = {}
     for name, count in seconds:
         if name != "plain" and ("plain", count) in seconds:

@@ -81,8 +81,8 @@ def seconds_by_prompt(runs: pd.DataFrame, *labels: str) -> pd.DataFrame:
 
 def by_task(runs: pd.DataFrame, work: Callable[[pd.DataFrame], Any]) -> dict[str, Any]:
     """`work` on each of Spec-Bench's six groups in order, then on other tasks, then on all."""
-    found = {task: runs[runs.task == task] for task in dict.fromkeys((*results.TASKS, *runs.task))}
-    groups = found | {results.OVERALL: runs}
+    tasks = {task: runs[runs.task == task] for task in dict.fromkeys((*results.TASKS, *runs.task))}
+    groups = tasks | {results.OVERALL: runs}
     return {task: work(group) for task, group in groups.items() if len(group)}
 
 
@@ -91,26 +91,26 @@ def summarise(
 ) -> dict[str, Any]:
     """All figures of `methods`, given as descriptions by label; `seed` is the bootstrap's."""
     measured = [answer for answer in answers if answer.error is None]
-    every = frame_of(measured)
-    straight = every[~every.looping.astype(bool)]
-    own = {label: every[every.method == label] for label in methods}
-    judged = {label: runs[runs.quality.notna()] for label, runs in own.items()}
+    frame = frame_of(measured)
+    straight = frame[~frame.looping.astype(bool)]
+    groups = {label: frame[frame.method == label] for label in methods}
+    judged = {label: runs[runs.quality.notna()] for label, runs in groups.items()}
     return {
         "methods": methods,
         "questions": len({answer.id for answer in measured}),
         "answers": len(measured),
         "answers_without_loops": sum(answer.repeated <= results.LOOPING for answer in measured),
         "new_tokens": sum(answer.new_tokens for answer in measured),
-        "loop_share": by_task(every.drop_duplicates(_PLACE), lambda group: group.looping.mean()),
-        ALL: by_task(every, partial(_figures, methods=methods, seed=seed)),
+        "loop_share": by_task(frame.drop_duplicates(_PLACE), lambda group: group.looping.mean()),
+        ALL: by_task(frame, partial(_figures, methods=methods, seed=seed)),
         WITHOUT_LOOPS: by_task(straight, partial(_figures, methods=methods, seed=seed)),
-        "latency": {label: _latency(runs) for label, runs in own.items()},
+        "latency": {label: _latency(runs) for label, runs in groups.items()},
         "acceptance": {
             label: {f"by_{kind}": _kept(runs.counts, kind) for kind in ("layer", "index")}
-            for label, runs in own.items()
+            for label, runs in groups.items()
         },
-        "parts_s": {label: _summed(runs.counts, "seconds") for label, runs in own.items()},
-        "unequal": {label: int((~runs.equal.astype(bool)).sum()) for label, runs in own.items()},
+        "parts_s": {label: _summed(runs.counts, "seconds") for label, runs in groups.items()},
+        "unequal": {label: int((~runs.equal.astype(bool)).sum()) for label, runs in groups.items()},
         "quality": {
             label: by_task(runs, lambda group: results.quality_summary([*group.quality]))
             for label, runs in judged.items()
@@ -122,32 +122,32 @@ def summarise(
 
 def _figures(group: pd.DataFrame, methods: Iterable[str], seed: int) -> dict[str, Any]:
     """Figures by method. A speed-up is None if its base or the method wrote no answer."""
-    found: dict[str, Any] = {}
+    by_label: dict[str, Any] = {}
     for label in methods:
-        own = group[group.method == label]
-        drafted, passes = own.drafted.sum(), own.passes.sum()
-        by_costs = own.by_costs.astype(float).fillna(1.0)
-        found[label] = {
-            "answers": len(own),
-            "compression_rate": float(own.tokens.sum() / passes) if passes else None,
-            "acceptance_rate": float(own.accepted.sum() / drafted) if drafted else None,
+        runs = group[group.method == label]
+        drafted, passes = runs.drafted.sum(), runs.passes.sum()
+        by_costs = runs.by_costs.astype(float).fillna(1.0)
+        by_label[label] = {
+            "answers": len(runs),
+            "compression_rate": float(runs.tokens.sum() / passes) if passes else None,
+            "acceptance_rate": float(runs.accepted.sum() / drafted) if drafted else None,
             "worst_by_costs": float(by_costs.min()) if drafted else None,
         }
         for base in BASES:
             above, below = seconds_by_prompt(group, base, label).to_numpy().T
             gain = asdict(results.speed_up(above, below, seed)) if len(above) else None
-            found[label][f"over_{base}"] = gain
-    return found
+            by_label[label][f"over_{base}"] = gain
+    return by_label
 
 
 def _summed(counts: pd.Series, name: str) -> dict[str, float]:
-    found: dict[str, float] = pd.DataFrame([c.get(name, {}) for c in counts]).sum().to_dict()
-    return found
+    sums: dict[str, float] = pd.DataFrame([c.get(name, {}) for c in counts]).sum().to_dict()
+    return sums
 
 
 def _kept(counts: pd.Series, kind: str) -> dict[str, list[int]]:
     """Drafted and accepted tokens by exit layer or by draft index; keys are text, as in JSON."""
-    drafted, accepted = (_summed(counts, f"{what}_by_{kind}") for what in ("drafted", "accepted"))
+    drafted, accepted = (_summed(counts, f"{word}_by_{kind}") for word in ("drafted", "accepted"))
     return {key: [int(drafted[key]), int(accepted.get(key, 0))] for key in sorted(drafted, key=int)}
 
 
@@ -156,7 +156,7 @@ def _latency(runs: pd.DataFrame) -> dict[str, float]:
     if not len(runs):
         return {}
     tokens = runs.token_s.explode().astype(float)  # NaN, ignored, for answers of one token
-    found = {
+    latency = {
         "first_token_s": runs.first_s.mean(),
         "token_mean_s": tokens.mean(),
         "token_p50_s": tokens.quantile(0.5),
@@ -164,61 +164,61 @@ def _latency(runs: pd.DataFrame) -> dict[str, float]:
         "tokens_per_s": (runs.tokens.sum() + runs.first_tokens.sum()) / runs.seconds.sum(),
         "answer_s": runs.seconds.mean(),
     }
-    return {name: float(value) for name, value in found.items() if pd.notna(value)}
+    return {name: float(value) for name, value in latency.items() if pd.notna(value)}
 
 
 def bases(summary: Summary) -> list[str]:
     """The measured BASES of speed-ups; plain decoding on our runtime comes first."""
-    found = summary[ALL].get(results.OVERALL, {}).values()
-    return [base for base in BASES if any(figures[f"over_{base}"] for figures in found)]
+    overall = summary[ALL].get(results.OVERALL, {}).values()
+    return [base for base in BASES if any(figures[f"over_{base}"] for figures in overall)]
 
 
 def _leading(summary: Summary) -> list[str]:
     """Labels without those of sweeps, unless only sweeps and bases were measured."""
-    found = [label for label, entry in summary["methods"].items() if label == entry["method"]]
-    return found if {*found} - {*BASES} else [*summary["methods"]]
+    labels = [label for label, entry in summary["methods"].items() if label == entry["method"]]
+    return labels if {*labels} - {*BASES} else [*summary["methods"]]
 
 
 def gains_of(summary: Summary) -> tuple[str, dict[str, Mapping[str, float]]]:
     """The first of `bases`, and the speed-ups over it by label, for labels of `_leading`."""
     base, overall = [*bases(summary), ""][0], summary[ALL].get(results.OVERALL, {})
-    found = {label: overall.get(label, {}).get(f"over_{base}") for label in _leading(summary)}
-    return base, {label: gain for label, gain in found.items() if gain}
+    gains = {label: overall.get(label, {}).get(f"over_{base}") for label in _leading(summary)}
+    return base, {label: gain for label, gain in gains.items() if gain}
 
 
 def verdict(summary: Summary) -> str:
     """The result in a sentence: the fastest of the methods whose texts are plain decoding's."""
-    base, found = gains_of(summary)
+    base, all_gains = gains_of(summary)
     gains = {
         label: gain
-        for label, gain in found.items()
+        for label, gain in all_gains.items()
         if label not in BASES and not _lossy(summary, label)
         if not summary["methods"][label]["setting"].get("do_sample")
     }
     if not gains:
         return "No speed-up is known: plain decoding or a lossless method was not measured."
     best = max(gains, key=lambda label: float(gains[label]["ratio"]))
-    gain, wrote = gains[best], summary[ALL][results.OVERALL][best]["answers"]
+    gain, count = gains[best], summary[ALL][results.OVERALL][best]["answers"]
     unequal = summary["unequal"].get(best, 0)
-    same = f"all {wrote} texts equal" if wrote > 1 else "the same text"
-    same = f"{unequal} of {wrote} texts differ" if unequal else same
-    among = f", the fastest of {len(gains)}" if len(gains) > 1 else ""
-    faster = f"{best}{among}: {gain['ratio']:.2f} times as fast as {NAMES[base]}"
+    texts = f"all {count} texts equal" if count > 1 else "the same text"
+    texts = f"{unequal} of {count} texts differ" if unequal else texts
+    rank = f", the fastest of {len(gains)}" if len(gains) > 1 else ""
+    speed = f"{best}{rank}: {gain['ratio']:.2f} times as fast as {NAMES[base]}"
     if gain["ratio"] <= 1.0:
-        faster = f"Nothing was faster than {NAMES[base]}; {best}: {gain['ratio']:.2f} times"
+        speed = f"Nothing was faster than {NAMES[base]}; {best}: {gain['ratio']:.2f} times"
     interval = f"{gain['low']:.2f} to {gain['high']:.2f}"
-    return f"{faster} (95 %: {interval}), {counted(int(gain['prompts']), 'prompt')}, {same}."
+    return f"{speed} (95 %: {interval}), {counted(int(gain['prompts']), 'prompt')}, {texts}."
 
 
 def rates(summary: Summary) -> str:
     """Tokens per second of each method, prompts included, on one line."""
-    short = {"hugging-face": "Hugging Face", "plain": "without drafts", "speculation": "selfspec"}
-    found = {
-        short.get(label, label): latency["tokens_per_s"]
+    names = {"hugging-face": "Hugging Face", "plain": "without drafts", "speculation": "selfspec"}
+    speeds = {
+        names.get(label, label): latency["tokens_per_s"]
         for label in _leading(summary)
         if (latency := summary["latency"][label])
     }
-    return ", ".join(f"{name} {rate:.1f}" for name, rate in found.items()) + " tokens/s"
+    return ", ".join(f"{name} {rate:.1f}" for name, rate in speeds.items()) + " tokens/s"
 
 
 # --- tables
@@ -245,10 +245,10 @@ class Table(NamedTuple):
 def figures(summary: Summary) -> pd.DataFrame:
     """Figures with one row per group of answers, task and method."""
     rows = [
-        {"answers_in": group, "task": task, "method": label} | found
+        {"answers_in": group, "task": task, "method": label} | values
         for group in (ALL, WITHOUT_LOOPS)
         for task, methods in summary[group].items()
-        for label, found in methods.items()
+        for label, values in methods.items()
     ]
     return pd.json_normalize(rows, sep="_")
 
@@ -259,19 +259,19 @@ def _lossy(summary: Summary, label: str) -> bool:
 
 def tables(summary: Summary) -> list[Table]:
     """All tables of a bench that have rows; methods whose rule changes the output are marked."""
-    found, over = figures(summary), bases(summary)
+    frame, baselines = figures(summary), bases(summary)
     latency = _by_method(summary["latency"])
     waits = latency.filter(like="token_")
     latency[waits.columns] = 1e3 * waits
     names = ["method", "what it is", "setting", "the fastest of"]
-    about = [
+    rows = [
         (label, entry["source"], settings, ", ".join(entry["chosen_from"]))
         for label, entry in summary["methods"].items()
         for settings in [", ".join(f"{k}={v}" for k, v in entry["setting"].items())]
     ]
-    made = [
-        *(_speed(summary, found, base, name) for name in (ALL, WITHOUT_LOOPS) for base in over),
-        *(_by_prompt(summary, found, base) for base in over),
+    all_tables = [
+        *(_speed(summary, frame, base, key) for key in (ALL, WITHOUT_LOOPS) for base in baselines),
+        *(_by_prompt(summary, frame, base) for base in baselines),
         _quality(summary),
         _picked("Latency", latency, _WAITS, digits=1),
         Table("Seconds by part of a round", _by_method(summary["parts_s"]).fillna(0.0)),
@@ -280,10 +280,10 @@ def tables(summary: Summary) -> list[Table]:
             "Looping answers",
             pd.DataFrame([{t: f"{share:.0%}" for t, share in summary["loop_share"].items()}]),
         ),
-        Table("Methods", pd.DataFrame(about, columns=names)),
+        Table("Methods", pd.DataFrame(rows, columns=names)),
     ]
     marks = {"method": {label: shown(summary, label) for label in summary["methods"]}}
-    return [one._replace(cells=one.cells.replace(marks)) for one in made if one.cells.size]
+    return [one._replace(cells=one.cells.replace(marks)) for one in all_tables if one.cells.size]
 
 
 def shown(summary: Summary, label: str) -> str:
@@ -302,23 +302,23 @@ _WAITS = {
 """Columns of the table of latencies, the paper's Table 3."""
 
 
-def _by_method(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    return pd.DataFrame([{"method": label, **values} for label, values in found.items() if values])
+def _by_method(rows: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    return pd.DataFrame([{"method": label, **values} for label, values in rows.items() if values])
 
 
-def _picked(title: str, found: pd.DataFrame, headers: Mapping[str, str], digits: int = 2) -> Table:
+def _picked(title: str, frame: pd.DataFrame, headers: Mapping[str, str], digits: int = 2) -> Table:
     """A table of the method and of some columns, which get new headers."""
-    return Table(title, found.reindex(columns=["method", *headers]).rename(columns=headers), digits)
+    return Table(title, frame.reindex(columns=["method", *headers]).rename(columns=headers), digits)
 
 
-def _speed(summary: Summary, found: pd.DataFrame, base: str, group: str) -> Table:
+def _speed(summary: Summary, frame: pd.DataFrame, base: str, group: str) -> Table:
     """CR and SD by method and task, with the overall interval: the paper's Table 1."""
     title = f"Tokens per verification (CR) and speed-up (SD) over {NAMES[base]}"
     if group == WITHOUT_LOOPS:
         title += f", without looping answers ({summary['answers_without_loops']} are left)"
-    found = found.rename(columns=lambda name: name.removeprefix(f"over_{base}_"))
+    frame = frame.rename(columns=lambda name: name.removeprefix(f"over_{base}_"))
     columns = dict[str, pd.Series]()
-    for task, part in found[found.answers_in == group].groupby("task", sort=False):
+    for task, part in frame[frame.answers_in == group].groupby("task", sort=False):
         part = part.set_index("method")
         columns |= {f"{task} CR": part.compression_rate, f"{task} SD": part.ratio}
         if task == results.OVERALL:
@@ -327,13 +327,13 @@ def _speed(summary: Summary, found: pd.DataFrame, base: str, group: str) -> Tabl
     return Table(title, pd.DataFrame(columns).rename_axis("method").reset_index())
 
 
-def _by_prompt(summary: Summary, found: pd.DataFrame, base: str) -> Table:
+def _by_prompt(summary: Summary, frame: pd.DataFrame, base: str) -> Table:
     """How the speed-up differs between prompts: the paper's Table 5."""
-    found = found.rename(columns=lambda name: name.removeprefix(f"over_{base}_"))
-    found = found[(found.answers_in == ALL) & found.ratio.notna()]
-    overall = found[found.task == results.OVERALL]
-    wrote = zip(overall.method, overall.answers, strict=True)
-    unlike = [f"{summary['unequal'][label]} of {count}" for label, count in wrote]
+    frame = frame.rename(columns=lambda name: name.removeprefix(f"over_{base}_"))
+    frame = frame[(frame.answers_in == ALL) & frame.ratio.notna()]
+    overall = frame[frame.task == results.OVERALL]
+    pairs = zip(overall.method, overall.answers, strict=True)
+    unlike = [f"{summary['unequal'][label]} of {count}" for label, count in pairs]
     headers = {"prompts": "prompts", "ratio": "total", "mean": "mean", "p5": "5th percentile"}
     headers |= {"worst": "worst", "worst_by_costs": "worst answer by costs, behind its prompt"}
     headers |= {"unlike": "answers unlike plain decoding's"}
@@ -361,9 +361,9 @@ _QUALITY = {
 def _quality(summary: Summary) -> Table:
     """Quality of methods that may change plain decoding's text; CM-ASD's Table V and more."""
     rows = [
-        {"method": label, "task": task, **found}
+        {"method": label, "task": task, **values}
         for label, tasks in summary.get("quality", {}).items()
-        for task, found in tasks.items()
+        for task, values in tasks.items()
     ]
     title = "Quality of texts up to their own end, beside plain greedy decoding's"
     return _picked(title, pd.DataFrame(rows), _QUALITY)
@@ -373,13 +373,13 @@ def acceptance_table(summary: Summary) -> Table:
     """The share of drafts that were accepted, by exit layer and by place in the draft."""
 
     def shares(counts: Mapping[str, Sequence[int]]) -> str:
-        return ", ".join(f"{at}: {kept / drafted:.0%}" for at, (drafted, kept) in counts.items())
+        return ", ".join(f"{key}: {kept / drafted:.0%}" for key, (drafted, kept) in counts.items())
 
     names = ["method", "by exit layer", "by place in the draft"]
     rows = [
-        (label, shares(found["by_layer"]), shares(found["by_index"]))
-        for label, found in summary["acceptance"].items()
-        if found["by_layer"] or found["by_index"]
+        (label, shares(counts["by_layer"]), shares(counts["by_index"]))
+        for label, counts in summary["acceptance"].items()
+        if counts["by_layer"] or counts["by_index"]
     ]
     return Table("Accepted drafts", pd.DataFrame(rows, columns=names))
 
@@ -407,7 +407,7 @@ class Results(NamedTuple):
 def check_results(folder: str | Path, *, overwrite: bool, reads: Iterable[object] = ()) -> Path:
     """The folder to write. Raises CannotWrite, and InvalidOption for results not to overwrite."""
     folder = files.check_folder(
-        folder, FILES, lambda found: files.written_here(found / RUN), overwrite=True, reads=reads
+        folder, FILES, lambda path: files.written_here(path / RUN), overwrite=True, reads=reads
     )
     if (folder / SUMMARY).exists() and not overwrite:
         raise InvalidOption(f"{folder} holds results. Give --overwrite or another folder")
@@ -454,9 +454,9 @@ def read_results(folder: Path) -> Results:
         run = _mapping(read_yaml(folder / RUN), folder / RUN)
         summary = _mapping(read_json(folder / SUMMARY), folder / SUMMARY)
     except InvalidData as error:
-        said, loads = f"{folder} holds no finished run of selfspec bench", folder / "concurrency.md"
-        why = f"--concurrency has a table of its own, {loads}" if loads.exists() else error
-        raise InvalidData(f"{said}: {why}") from error
+        text, loads = f"{folder} holds no finished run of selfspec bench", folder / "concurrency.md"
+        reason = f"--concurrency has a table of its own, {loads}" if loads.exists() else error
+        raise InvalidData(f"{text}: {reason}") from error
     return Results(folder.resolve().name, run, summary)
 
 
@@ -473,8 +473,8 @@ BLUE, INK, PALE = pages.RAMP[1], pages.TONES["ink"].light, pages.TONES["other"].
 
 def chart(summary: Summary) -> str | None:
     """A PNG as base64 with one bar and interval per method; None for fewer than two methods."""
-    base, found = gains_of(summary)
-    gains = _by_method(found)
+    base, by_label = gains_of(summary)
+    gains = _by_method(by_label)
     if len(gains) < 2:
         return None
     names = [shown(summary, label) for label in gains.method]
@@ -482,8 +482,8 @@ def chart(summary: Summary) -> str | None:
     axes = figure.subplots()
     colours = [BLUE if ratio == gains.ratio.max() else PALE for ratio in gains.ratio]
     ends = [gains.ratio - gains.low, gains.high - gains.ratio]
-    look: Any = {"color": colours, "height": 0.66, "error_kw": {"ecolor": INK}}
-    bars = axes.barh(names, gains.ratio, xerr=ends, **look)
+    style: Any = {"color": colours, "height": 0.66, "error_kw": {"ecolor": INK}}
+    bars = axes.barh(names, gains.ratio, xerr=ends, **style)
     axes.bar_label(bars, fmt="%.2f", padding=6)
     axes.axvline(1.0, color=INK, linewidth=0.8)
     axes.invert_yaxis()
@@ -492,9 +492,9 @@ def chart(summary: Summary) -> str | None:
     axes.set_xlabel(f"speed-up [× {base}]; n = {gains.prompts.max()} prompts")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=120)
-    return base64.b64encode(drawn.getvalue()).decode()
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120)
+    return base64.b64encode(image.getvalue()).decode()
 
 
 # --- the report: one page of HTML
@@ -506,7 +506,7 @@ _LACKING = (TemplateError, LookupError, TypeError, ValueError, AttributeError, A
 def page(runs: Iterable[Results]) -> str:
     """All runs on one page of HTML, escaped. Raises InvalidData for results that lack a part."""
     style, newest = pages.style_of("selfspec.eval", "report.css"), ""
-    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     text = (resources.files(__package__) / "assets" / "report.html").read_text(encoding="utf-8")
 
     def named() -> Iterator[Results]:
@@ -515,10 +515,10 @@ def page(runs: Iterable[Results]) -> str:
             newest = run.name
             yield run
 
-    template = made.from_string(text)
-    shows: Any = {"verdict": verdict, "tables": tables, "chart": chart}
+    template = environment.from_string(text)
+    helpers: Any = {"verdict": verdict, "tables": tables, "chart": chart}
     try:
-        return template.render(runs=named(), style=style, policy=pages.policy("", style), **shows)
+        return template.render(runs=named(), style=style, policy=pages.policy("", style), **helpers)
     except _LACKING as error:
         raise InvalidData(
             f"the results {newest} lack what a report shows: {type(error).__name__} {error}. "

@@ -77,15 +77,15 @@ def spread_out(questions: Sequence[T], count: int | None) -> list[T]:
 
 
 def _file(name: str, questions: str | Path | None) -> Path:
-    own = name not in SUITES and (Path(name).suffix == ".jsonl" or Path(name).is_file())
-    if not own:
+    is_file = name not in SUITES and (Path(name).suffix == ".jsonl" or Path(name).is_file())
+    if not is_file:
         check_keys([name], SUITES, "suite")
     if name != SPEC_BENCH and questions is not None:
         raise InvalidOption(f"{name} and {questions} at once. Leave out --questions")
     if name == SPEC_BENCH and questions is None:
         raise InvalidOption("the suite spec-bench is not built in. Give --questions FILE")
-    found = questions or (name if own else Path(__file__).with_name("six-tasks.jsonl"))
-    return Path(found)
+    path = questions or (name if is_file else Path(__file__).with_name("six-tasks.jsonl"))
+    return Path(path)
 
 
 def _questions(file: Path) -> Iterator[Question]:
@@ -174,8 +174,8 @@ class BenchOptions:
 
     def record(self) -> dict[str, Any]:
         """The options as values; files are named without their folder."""
-        named = {name: getattr(self, name) for name in ("suite", "questions")}
-        return asdict(self) | {name: Path(path).name for name, path in named.items() if path}
+        paths = {name: getattr(self, name) for name in ("suite", "questions")}
+        return asdict(self) | {name: Path(path).name for name, path in paths.items() if path}
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -244,9 +244,9 @@ def drop_unfinished(path: Path) -> None:
     """Cut off a last line that a killed run left half-written, to continue the file."""
     if path.exists():
         data = files.read_bytes(path, _MOST_BYTES)
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            files.write(path, data[:whole])
+        end = data.rfind(b"\n") + 1
+        if end < len(data):
+            files.write(path, data[:end])
 
 
 def begun(
@@ -259,16 +259,16 @@ def begun(
     """
     files.check_file(path, overwrite=True)
     drop_unfinished(path)
-    found = [text for _, text in json_lines(path)] if path.exists() else []
-    head, *lines = found or [""]
+    texts = [text for _, text in json_lines(path)] if path.exists() else []
+    head, *lines = texts or [""]
     if head == json.dumps(record):
         try:
             return [read(parse_json(line, "a line")) for line in lines]
         except (InvalidData, ValueError, TypeError, LookupError) as error:
             raise CannotWrite(f"{path} is damaged. Remove it to start over") from error
     if head and not overwrite:
-        wrong = f"{path} holds another run"
-        raise CannotWrite(f"{wrong}. Give the same options to go on, or --overwrite")
+        problem = f"{path} holds another run"
+        raise CannotWrite(f"{problem}. Give the same options to go on, or --overwrite")
     files.write(path, json.dumps(record) + "\n")
     return []
 
@@ -276,9 +276,9 @@ def begun(
 def failures(answers: Iterable[Answer]) -> list[str]:
     """One line for each answer that is missing: which, by which method, why."""
     return [
-        f"{answer.id}, turn {answer.turn}{by}: {error}"
+        f"{answer.id}, turn {answer.turn}{method}: {error}"
         for answer in answers
-        for by, error in (
+        for method, error in (
             ("", answer.error),
             *((f", {label}", run.error) for label, run in answer.runs.items()),
         )
@@ -314,15 +314,15 @@ def speed_up(base: Sequence[float], method: Sequence[float], seed: int = 0) -> S
 
     above, below = np.asarray(base, np.float64), np.asarray(method, np.float64)
     low, high = ratio_interval(above, below, seed)
-    own = above / below
+    ratios = above / below
     return SpeedUp(
         ratio=float(above.sum() / below.sum()),
         low=low,
         high=high,
-        mean=float(own.mean()),
-        p5=float(np.quantile(own, 0.05)),
-        worst=float(own.min()),
-        prompts=len(own),
+        mean=float(ratios.mean()),
+        p5=float(np.quantile(ratios, 0.05)),
+        worst=float(ratios.min()),
+        prompts=len(ratios),
     )
 
 
@@ -334,8 +334,8 @@ def ratio_interval(
 
     pairs = torch.tensor([[*above], [*below]], dtype=torch.float64)  # [2, N]
     count, generator = pairs.shape[1], torch.Generator().manual_seed(seed)
-    drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
-    sums = pairs[:, drawn].sum(-1)  # [2, resamples]
+    indices = torch.randint(count, (RESAMPLES, count), generator=generator)
+    sums = pairs[:, indices].sum(-1)  # [2, resamples]
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
     low, high = torch.quantile(sums[0] / sums[1], ends).tolist()
     return low, high
@@ -343,7 +343,7 @@ def ratio_interval(
 
 def repeated_share(tokens: Sequence[int]) -> float:
     """Share of 8-grams that occurred before, 0..1; 0 for texts shorter than that."""
-    grams = [tuple(tokens[at : at + 8]) for at in range(len(tokens) - 7)]
+    grams = [tuple(tokens[start : start + 8]) for start in range(len(tokens) - 7)]
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -368,31 +368,31 @@ class Quality:
 
 def quality_summary(records: Sequence[Quality]) -> dict[str, Any]:
     """Figures of one method over some questions; None for figures that lack references."""
-    parted = [r.first_divergence for r in records if r.first_divergence is not None]
+    divergences = [r.first_divergence for r in records if r.first_divergence is not None]
     tokens, plain_tokens = sum(r.tokens for r in records), sum(r.plain_tokens for r in records)
-    known = [(r.text, r.plain_text, r.reference) for r in records if r.reference is not None]
-    texts, plain_texts, references = zip(*known, strict=True) if known else ((), (), ())
+    triples = [(r.text, r.plain_text, r.reference) for r in records if r.reference is not None]
+    texts, plain_texts, references = zip(*triples, strict=True) if triples else ((), (), ())
     return {
         "answers": len(records),
-        "exact_share": 1.0 - len(parted) / len(records),
-        "median_first_divergence": statistics.median(parted) if parted else None,
+        "exact_share": 1.0 - len(divergences) / len(records),
+        "median_first_divergence": statistics.median(divergences) if divergences else None,
         "edits_per_token": sum(r.edit_distance for r in records) / plain_tokens,
         "nats_per_token": sum(r.log_likelihood for r in records) / tokens,
         "plain_nats_per_token": sum(r.plain_log_likelihood for r in records) / plain_tokens,
         "relative_bleu": bleu([r.text for r in records], [r.plain_text for r in records]),
-        "with_reference": len(known),
-        "bleu": bleu(texts, references) if known else None,
-        "plain_bleu": bleu(plain_texts, references) if known else None,
-        "rouge_l": rouge_l(texts, references) if known else None,
-        "plain_rouge_l": rouge_l(plain_texts, references) if known else None,
+        "with_reference": len(triples),
+        "bleu": bleu(texts, references) if triples else None,
+        "plain_bleu": bleu(plain_texts, references) if triples else None,
+        "rouge_l": rouge_l(texts, references) if triples else None,
+        "plain_rouge_l": rouge_l(plain_texts, references) if triples else None,
     }
 
 
 def first_divergence(found: Sequence[int], expected: Sequence[int]) -> int | None:
     """Count of equal tokens before the first that differs or a text's end; None if equal."""
     pairs = enumerate(zip(found, expected, strict=False))
-    same = next((at for at, (one, other) in pairs if one != other), min(len(found), len(expected)))
-    return None if same == len(found) == len(expected) else same
+    count = next((at for at, (one, other) in pairs if one != other), min(len(found), len(expected)))
+    return None if count == len(found) == len(expected) else count
 
 
 def edit_distance(found: Sequence[int], expected: Sequence[int]) -> int:
@@ -410,10 +410,10 @@ def block_logits(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> 
     """Logits of each of `tokens` after `ids` [1, P], from one pass over all: [n, V] float32."""
     import torch
 
-    whole = torch.cat([ids, ids.new_tensor([list(tokens)])], dim=1)
+    sequence = torch.cat([ids, ids.new_tensor([list(tokens)])], dim=1)
     with torch.inference_mode():
-        kept: Tensor = model(whole, logits_to_keep=len(tokens) + 1).logits
-    return kept[0, :-1].float()
+        logits: Tensor = model(sequence, logits_to_keep=len(tokens) + 1).logits
+    return logits[0, :-1].float()
 
 
 def log_likelihood(model: PreTrainedModel, ids: Tensor, tokens: Sequence[int]) -> float:
@@ -437,4 +437,4 @@ def rouge_l(texts: Sequence[str], references: Sequence[str]) -> float:
 
     scorer = RougeScorer(["rougeL"])
     pairs = zip(references, texts, strict=True)
-    return statistics.fmean(scorer.score(right, text)["rougeL"].fmeasure for right, text in pairs)
+    return statistics.fmean(scorer.score(truth, text)["rougeL"].fmeasure for truth, text in pairs)

@@ -85,8 +85,8 @@ def tune(
     """
 
     def ask(number: int, options: Options) -> Timed:
-        asked = {"max_new_tokens": new_tokens, "do_sample": False, **options}
-        stats = speculator.generate(prompts[number], **asked).stats
+        keywords = {"max_new_tokens": new_tokens, "do_sample": False, **options}
+        stats = speculator.generate(prompts[number], **keywords).stats
         return Timed(stats.decode_s, stats.accepted + stats.bonus, stats.rounds)
 
     return raced([*candidates(speculator)], len(prompts), ask, show, objective)
@@ -105,42 +105,42 @@ def raced(
     timed = [number for number in range(prompts) if ask(number, PLAIN).verifications]
     if len(timed) < 2:
         raise InvalidOption("too few answers have a second token, so nothing is timed. Give others")
-    chooses, judges = timed[::2], timed[1::2]
-    parts = [part.tolist() for part in np.array_split(chooses, min(_STAGES, len(chooses)))]
-    left, seen = list(settings), dict[int, list[float]]()
+    choosers, judges = timed[::2], timed[1::2]
+    parts = [part.tolist() for part in np.array_split(choosers, min(_STAGES, len(choosers)))]
+    survivors, times = list(settings), dict[int, list[float]]()
 
     def answered(number: int, ways: Sequence[Options]) -> list[Timed]:
         """Answer in all ways, in a random order, so that none gains from the machine's drift."""
         order = random.Random(number).sample(range(len(ways)), len(ways))
-        found = {way: ask(number, ways[way]) for way in order}
+        by_way = {way: ask(number, ways[way]) for way in order}
         # scaled to plain's length: after a near tie, a text may have another length
-        whole, said = found[0].tokens, [found[way] for way in range(len(ways))]
-        return [one._replace(seconds=one.seconds * whole / max(1, one.tokens)) for one in said]
+        length, answers = by_way[0].tokens, [by_way[way] for way in range(len(ways))]
+        return [one._replace(seconds=one.seconds * length / max(1, one.tokens)) for one in answers]
 
     for stage, part in enumerate(parts):
         for number in part:
-            show(len(seen), len(timed), f"{len(left)} settings")
-            seen[number] = [one.seconds for one in answered(number, [PLAIN, *left])]
-        plain, *others = np.array([seen[number] for number in seen]).T
-        keep = 1 if stage == len(parts) - 1 else max(1, len(left) // 3)
+            show(len(times), len(timed), f"{len(survivors)} settings")
+            times[number] = [answer.seconds for answer in answered(number, [PLAIN, *survivors])]
+        plain, *others = np.array([times[number] for number in times]).T
+        keep = 1 if stage == len(parts) - 1 else max(1, len(survivors) // 3)
         best = (-score(np.array(others), plain, objective)).argsort(kind="stable")[:keep]
-        left = [left[index] for index in best]
-        seen = {number: [row[0], *(row[1 + i] for i in best)] for number, row in seen.items()}
+        survivors = [survivors[index] for index in best]
+        times = {number: [row[0], *(row[1 + i] for i in best)] for number, row in times.items()}
     held_out = []
-    for done, number in enumerate(judges, start=len(seen)):
+    for done, number in enumerate(judges, start=len(times)):
         show(done, len(timed), "held out")
-        held_out.append(answered(number, [PLAIN, *left]))
+        held_out.append(answered(number, [PLAIN, *survivors]))
     show(len(timed), len(timed), "")
-    plain, chosen = np.array([[one.seconds for one in pair] for pair in held_out]).T
+    plain, chosen = np.array([[answer.seconds for answer in pair] for pair in held_out]).T
     pays = float(score(chosen[None], plain, objective)[0]) > 1.0
-    verifications = sum(one.verifications for _, one in held_out)
+    verifications = sum(answer.verifications for _, answer in held_out)
     return Tuned(
-        options={"speculate": True, **left[0]} if pays else PLAIN,
+        options={"speculate": True, **survivors[0]} if pays else PLAIN,
         objective=objective,
         speed_up=float(plain.sum() / chosen.sum()),
         percentile_5=float(np.percentile(plain / chosen, _PERCENTILE)),
         worst=float((plain / chosen).min()),
-        compression_rate=sum(one.tokens for _, one in held_out) / verifications,
+        compression_rate=sum(answer.tokens for _, answer in held_out) / verifications,
         settings=len(settings),
         prompts=len(timed),
     )
@@ -163,14 +163,14 @@ def candidates(speculator: Speculator) -> Iterator[Options]:
     """
     built_in = SpeculationOptions()
     measured = quick_costs(speculator.backbone, speculator.heads)
-    two = (measured, replace(measured, row=built_in.costs.row))
+    pair = (measured, replace(measured, row=built_in.costs.row))
     lookups, exits = [built_in.ngram], _exits(speculator)
     if not exits:
         lengths = (built_in.ngram.max_tokens, *_LENGTHS)
         sizes = itertools.product(_NGRAMS, dict.fromkeys(lengths))
         lookups = [Ngram(size=size, max_tokens=length) for size, length in sizes]
     alone = [(part,) for part in (*lookups, *exits)]
-    for parts, costs in itertools.product([*alone, *((lookups[0], one) for one in exits)], two):
+    for parts, costs in itertools.product([*alone, *((lookups[0], part) for part in exits)], pair):
         # in full, to override the heads' defaults
         drafter = "+".join(as_text(part, full=True) for part in parts)
         yield {"drafter": drafter, "costs": settings_text(costs, full=True)}
@@ -178,17 +178,17 @@ def candidates(speculator: Speculator) -> Iterator[Options]:
 
 def _exits(speculator: Speculator) -> list[Exit]:
     """The heads' own setting, with other lengths and as chains; and each layer above 0 alone."""
-    heads, own = speculator.heads, speculator.options.exit
+    heads, setting = speculator.heads, speculator.options.exit
     if heads is None:
         return []
-    found = [
-        replace(own, max_tokens=length, guesses=guesses)
-        for guesses in (own.guesses, 1)
-        for length in (own.max_tokens, *_LENGTHS)
+    settings = [
+        replace(setting, max_tokens=length, guesses=guesses)
+        for guesses in (setting.guesses, 1)
+        for length in (setting.max_tokens, *_LENGTHS)
     ]
-    found += [
-        replace(own, layers=(layer,), threshold=tau, max_depth=None, guesses=1)
+    settings += [
+        replace(setting, layers=(layer,), threshold=tau, max_depth=None, guesses=1)
         for layer, tau in itertools.product(heads.config.exit_layers, _THRESHOLDS)
         if layer > 0
     ]
-    return [*dict.fromkeys(found)]
+    return [*dict.fromkeys(settings)]

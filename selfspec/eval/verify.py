@@ -94,15 +94,15 @@ class Subject:
 
 def cases_of(speculator: Speculator, questions: Sequence[Question], new_tokens: int) -> list[Case]:
     """Cases of first turns that fit the model. Raises InvalidPrompt if none does."""
-    cases, refused = [], InvalidPrompt("no questions")
+    cases, refusal = [], InvalidPrompt("no questions")
     for question in questions:
         try:
             request = greedy_request(speculator, question.turns[0], new_tokens)
             cases.append(Case(id=question.id, request=request))
         except InvalidPrompt as error:
-            refused = error
+            refusal = error
     if not cases:
-        raise refused
+        raise refusal
     return cases
 
 
@@ -151,13 +151,13 @@ def _segments(subject: Subject) -> Rung:
 
 def _invariance(subject: Subject) -> Rung:
     """Rung 2: logits in pinned mode, without drafts and with drafts of every kind."""
-    speculator, own = subject.speculator, subject.speculator.options
+    speculator, defaults = subject.speculator, subject.speculator.options
     if (mixing := speculator.backbone.mixing) is not None:
         return Rung(
             "skipped", f"drafts are refused: the rows of a pass change each other ({mixing})"
         )
-    rows = max([own.pinned_rows, *(width + 1 for width in own.widths.values())])
-    options = replace(own, pinned=True, pinned_rows=rows)
+    rows = max([defaults.pinned_rows, *(width + 1 for width in defaults.widths.values())])
+    options = replace(defaults, pinned=True, pinned_rows=rows)
     undrafted, bits, kinds = replace(options, speculate=False), Bits(), 0
     try:
         for case in subject.cases:
@@ -165,13 +165,13 @@ def _invariance(subject: Subject) -> Rung:
             drafts = planted(speculator, options, case.ids[0].tolist() + plain[0])
             kinds = len(drafts)
             for name, (drafter, adapted) in drafts.items():
-                found = decode(speculator, case.request, adapted, drafter)
-                bits.compare_texts(f"{case.id} with {name} drafts", found, plain)
+                text = decode(speculator, case.request, adapted, drafter)
+                bits.compare_texts(f"{case.id} with {name} drafts", text, plain)
         slots = speculator.runtime.state(subject.cases[0].request.only(), options).kv.slots
     except PinnedUnavailable as error:
         return Rung("skipped", str(error))
-    how = "kernels that treat rows alike" if slots is None else f"every pass of {rows} rows"
-    return bits.rung(f"{bits.positions:,} positions, {kinds} kinds of drafts, {how}")
+    passes = "kernels that treat rows alike" if slots is None else f"every pass of {rows} rows"
+    return bits.rung(f"{bits.positions:,} positions, {kinds} kinds of drafts, {passes}")
 
 
 def _float64(subject: Subject) -> Rung:
@@ -188,13 +188,13 @@ def _near_ties(subject: Subject) -> Rung:
     """Rung 4: in the model's own dtype, texts differ first only at near ties of two tokens."""
     compared = subject.compared
     noise, figures = compared.noise, compared.figures | {"noise": compared.noise}
-    found = f"{named(subject.speculator.backbone.dtype)}: {compared.equal}"
+    summary = f"{named(subject.speculator.backbone.dtype)}: {compared.equal}"
     if compared.partings:
         worst = max(compared.partings, key=lambda parting: parting.margin)
-        found += f", the others part at margins up to {worst.margin:.3g} (noise {noise:.3g})"
+        summary += f", the others part at margins up to {worst.margin:.3g} (noise {noise:.3g})"
         if worst.margin > 2 * noise:  # noise may move both scores
-            return Rung("failed", f"{found}. Widest: {worst}", figures)
-    return Rung("passed", found, figures)
+            return Rung("failed", f"{summary}. Widest: {worst}", figures)
+    return Rung("passed", summary, figures)
 
 
 def _near_top(subject: Subject) -> Rung:
@@ -205,15 +205,15 @@ def _near_top(subject: Subject) -> Rung:
     if reason := why_no_copy(model, torch.float32, subject.max_copy_gb):
         return Rung("skipped", reason)
     exact = model_in(model, torch.float32)
-    count, found = 0, []
+    count, shortfalls = 0, []
     for case, texts in zip(subject.cases, subject.compared.texts, strict=True):
         for tokens in sorted({tuple(text) for text in texts}):
             count += len(tokens)
-            found.append(shortfall(case, tokens, exact, model))
-    below, noise = max(found, key=lambda entry: entry[0] - 2 * entry[1])
-    words = f"{count:,} tokens, at worst {below:.3g} below the best (noise {noise:.3g})"
+            shortfalls.append(shortfall(case, tokens, exact, model))
+    below, noise = max(shortfalls, key=lambda pair: pair[0] - 2 * pair[1])
+    summary = f"{count:,} tokens, at worst {below:.3g} below the best (noise {noise:.3g})"
     figures = {"tokens": count, "below": below, "noise": noise}
-    return Rung("failed" if below > 2 * noise else "passed", words, figures)
+    return Rung("failed" if below > 2 * noise else "passed", summary, figures)
 
 
 def _one_result(subject: Subject) -> Rung:
@@ -239,20 +239,20 @@ def _any_batch(subject: Subject) -> Rung:
     requests = [case.request for case in subject.cases]
     runtime = Listening(speculator.runtime)
     engine = Engine(runtime, most=len(requests) + 1, patience=_PATIENCE)
-    running, left, steps = list[Running](), [requests[0], *requests], itertools.count()
-    while left or engine.texts:
+    running, queue, steps = list[Running](), [requests[0], *requests], itertools.count()
+    while queue or engine.texts:
         step = next(steps)
-        if left and step % _APART == 0:
-            running.append(engine.add(left.pop(0).only(), options))
+        if queue and step % _APART == 0:
+            running.append(engine.add(queue.pop(0).only(), options))
         if step == 2 * _APART + 1:
             running[0].close()
         engine.step()
-    for case, one, heard in zip(subject.cases, running[1:], runtime.heard[1:], strict=True):
-        tokens = [token for entry in one.take() for token in entry.tokens]
+    for case, text, recorder in zip(subject.cases, running[1:], runtime.heard[1:], strict=True):
+        tokens = [token for entry in text.take() for token in entry.tokens]
         expected = decode(speculator, case.request, options)
-        bits.compare_texts(case.id, (tokens, heard.logits), expected)
-    how = "in shared passes" if speculator.backbone.runs_many else "each in passes of its own"
-    return bits.rung(f"{bits.positions:,} positions of {len(requests)} texts, {how}")
+        bits.compare_texts(case.id, (tokens, recorder.logits), expected)
+    passes = "in shared passes" if speculator.backbone.runs_many else "each in passes of its own"
+    return bits.rung(f"{bits.positions:,} positions of {len(requests)} texts, {passes}")
 
 
 RUNGS: dict[str, Callable[[Subject], Rung]] = {
@@ -292,12 +292,12 @@ class Bits:
 
     def compare_texts(self, where: str, found: Text, expected: Text) -> None:
         """Compare two texts up to their first different token, which counts if all bits agree."""
-        at = first_divergence(found[0], expected[0])
-        same = min(len(found[0]), len(expected[0]), *(() if at is None else (at + 1,)))
-        self.compare(where, found[1][:same], expected[1][:same])
-        if at is not None and not self.differing:
+        place = first_divergence(found[0], expected[0])
+        length = min(len(found[0]), len(expected[0]), *(() if place is None else (place + 1,)))
+        self.compare(where, found[1][:length], expected[1][:length])
+        if place is not None and not self.differing:
             self.differing = 1
-            self.first = f"{where}, token {at + 1}, though its logits are equal"
+            self.first = f"{where}, token {place + 1}, though its logits are equal"
 
     def rung(self, words: str) -> Rung:
         figures = {"positions": self.positions, "differing": self.differing}
@@ -350,24 +350,24 @@ def compare_texts(
     compared = Comparison()
     options = replace(speculator.options, pinned=False)
     for case in cases:
-        theirs, logits = hugging_face(speculator.model, case.ids, case.new_tokens)
-        scores = case.scores(theirs, logits)
+        expected, logits = hugging_face(speculator.model, case.ids, case.new_tokens)
+        scores = case.scores(expected, logits)
         if only is None:
-            block = case.scores(theirs, block_logits(speculator.model, case.ids, theirs))
+            block = case.scores(expected, block_logits(speculator.model, case.ids, expected))
             # kernels that treat rows alike have no noise: then the rounding of scores bounds it
             finest = torch.finfo(speculator.backbone.dtype).eps
             rounded = finest * float(scores[scores.isfinite()].abs().max())
             compared.noise = max(compared.noise, rounded, largest_difference(scores, block))
         compared.texts.append([])
-        kinds = planted(speculator, options, case.ids[0].tolist() + theirs)
-        for name, (drafter, adapted) in kinds.items():
+        drafts = planted(speculator, options, case.ids[0].tolist() + expected)
+        for name, (drafter, adapted) in drafts.items():
             if only is not None and name not in only:
                 continue
-            ours, _ = decode(speculator, case.request, adapted, drafter)
-            compared.texts[-1].append(ours)
-            if (at := first_divergence(ours, theirs)) is not None:
-                parted = Parting(case.id, name, at + 1, margin(scores, theirs, ours, at))
-                compared.partings.append(parted)
+            tokens, _ = decode(speculator, case.request, adapted, drafter)
+            compared.texts[-1].append(tokens)
+            if (place := first_divergence(tokens, expected)) is not None:
+                parting = Parting(case.id, name, place + 1, margin(scores, expected, tokens, place))
+                compared.partings.append(parting)
     return compared
 
 
@@ -389,10 +389,10 @@ def shortfall(
 
     Both are maxima over `tokens` after the prompt, which both models read in one block.
     """
-    best = case.scores(tokens, block_logits(exact, case.ids, tokens))
+    scores = case.scores(tokens, block_logits(exact, case.ids, tokens))
     rounded = case.scores(tokens, block_logits(run, case.ids, tokens))
-    chosen = best.gather(1, torch.tensor([list(tokens)], device=best.device).T)[:, 0]
-    return float((best.amax(-1) - chosen).max()), largest_difference(rounded, best)
+    chosen = scores.gather(1, torch.tensor([list(tokens)], device=scores.device).T)[:, 0]
+    return float((scores.amax(-1) - chosen).max()), largest_difference(rounded, scores)
 
 
 def largest_difference(found: Tensor, expected: Tensor) -> float:
@@ -476,15 +476,15 @@ WAYS = {
 
 def logits_of(backbone: Backbone, ids: Tensor, way: Way | None = None) -> Tensor:
     """Logits [T, V] of every position of `ids` [T]; `way` None: in one pass."""
-    way, before = way or Way([len(ids)]), torch.get_num_threads()
-    torch.set_num_threads(way.threads or before)
+    way, threads = way or Way([len(ids)]), torch.get_num_threads()
+    torch.set_num_threads(way.threads or threads)
     try:
         with torch.inference_mode():
             kv = KVCache(backbone.num_layers)
             cuts = _cuts(len(ids), way)
             return torch.cat([_pass(backbone, kv, ids[low:high], way) for low, high in cuts])
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
 
 
 def _pass(backbone: Backbone, kv: KVCache, ids: Tensor, way: Way) -> Tensor:
@@ -498,9 +498,9 @@ def _pass(backbone: Backbone, kv: KVCache, ids: Tensor, way: Way) -> Tensor:
         rows, path, parents = torch.cat([ids, wrong]), list(range(len(ids))), None
     start, hidden = kv.length(0), HiddenCache(backbone, kv)
     hidden.push(backbone.embed(rows), parents)
-    found = backbone.logits(run_alone(hidden.advance_all()))[path]
+    logits = backbone.logits(run_alone(hidden.advance_all()))[path]
     kv.keep(start, path)
-    return found
+    return logits
 
 
 def _cuts(count: int, way: Way) -> Iterator[tuple[int, int]]:
@@ -609,22 +609,22 @@ def planted(
     drafts fill a pinned pass.
     """
     size, width = speculator.backbone.vocab_size, options.pinned_rows - 1
-    alone = replace(options, speculate=False)
+    plain = replace(options, speculate=False)
     if speculator.backbone.mixing is not None:
-        return {"no": (None, alone)}  # drafts are refused
-    found: dict[str, tuple[Drafter | None, SpeculationOptions]] = {
-        "oracle": (OracleDrafter(text, width=width), alone),
-        "wrong": (OracleDrafter([(token + 1) % size for token in text], width=width), alone),
-        "random": (RandomDrafter((), 0, size, width), alone),
+        return {"no": (None, plain)}  # drafts are refused
+    drafters: dict[str, tuple[Drafter | None, SpeculationOptions]] = {
+        "oracle": (OracleDrafter(text, width=width), plain),
+        "wrong": (OracleDrafter([(token + 1) % size for token in text], width=width), plain),
+        "random": (RandomDrafter((), 0, size, width), plain),
         "mixed": (MixedDrafter(text, 1, size, width), options),
     }
     steady = not options.pinned or speculator.backbone.claims.steady
     if steady and speculator.backbone.runs_trees:
-        found["tree"] = (BranchingDrafter(text, 2, size, width), options)
+        drafters["tree"] = (BranchingDrafter(text, 2, size, width), options)
     if speculator.heads is not None and options.speculate:
         exits = {"exit": {"threshold": _EAGER, "max_tokens": width}, "costs": "row=0"}
-        found |= {"heads": (None, options), "eager heads": (None, options.updated(exits))}
-    return found
+        drafters |= {"heads": (None, options), "eager heads": (None, options.updated(exits))}
+    return drafters
 
 
 # --- decoding that records logits
