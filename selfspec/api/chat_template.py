@@ -77,22 +77,22 @@ def _built_in(name: str) -> str:
 
 def name_of(template: str) -> str:
     """The name of a built-in template, or the beginning of any other template."""
-    words = " ".join(template.split())
-    beginning = words if len(words) <= 40 else f"{words[:40]}…"
+    text = " ".join(template.split())
+    beginning = text if len(text) <= 40 else f"{text[:40]}…"
     return next((name for name in NAMES if _built_in(name) == template), beginning)
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedTokenizerBase:
     """A copy of the tokenizer with this template; the tokenizer itself is not changed."""
-    own = copy.copy(tokenizer)
-    own.chat_template = template
-    return own
+    clone = copy.copy(tokenizer)
+    clone.chat_template = template
+    return clone
 
 
 def suggested(model: str) -> str:
     """The name of the template that a model's name suggests; empty if it suggests none."""
     last = model.lower().rstrip("/").rpartition("/")[2]
-    return next((name for said, name in _HINTS.items() if re.search(said, last)), "")
+    return next((name for pattern, name in _HINTS.items() if re.search(pattern, last)), "")
 
 
 def advice(model: str) -> str:
@@ -108,14 +108,14 @@ def choose_template(
     label: str,
 ) -> tuple[PreTrainedTokenizerBase | None, TurnEnd]:
     """The tokenizer with the given template, else that of the heads; and how turns end."""
-    fitted = None if heads is None else heads.config.chat_template
-    if given is not None and fitted not in (None, given):
+    heads_template = None if heads is None else heads.config.chat_template
+    if given is not None and heads_template not in (None, given):
         logger.warning(
             "the heads were fitted with the chat template %s, not %s: fewer drafts may be accepted",
-            name_of(fitted or ""),
+            name_of(heads_template or ""),
             name_of(given),
         )
-    template = fitted if given is None else given
+    template = heads_template if given is None else given
     if template is None or (given is None and tokenizer is None):  # token ids need no template
         if tokenizer is not None and tokenizer.chat_template is None and suggested(label):
             logger.warning("%s brings no chat template. %s", label, advice(label))
@@ -124,8 +124,8 @@ def choose_template(
         raise InvalidOption("a chat template needs a tokenizer. Give one to selfspec.wrap")
     if given is None:
         _tried(template, "chat_template of the heads")
-    own = with_template(tokenizer, template)
-    return own, turn_end(own)
+    clone = with_template(tokenizer, template)
+    return clone, turn_end(clone)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
@@ -135,9 +135,9 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
         text = apply_template(tokenizer, messages)
     except InvalidPrompt:
         return NO_END  # the template allows one turn only
-    behind = text.partition(_ANSWER)[2].partition(_NEXT)[0].strip()
-    end, own = behind.partition("\n")[0].strip(), tokenizer.eos_token
-    if not end or (own and end.startswith(str(own))):
+    tail = text.partition(_ANSWER)[2].partition(_NEXT)[0].strip()
+    end, eos = tail.partition("\n")[0].strip(), tokenizer.eos_token
+    if not end or (eos and end.startswith(str(eos))):
         return NO_END
     ids = tokenizer(end, add_special_tokens=False)["input_ids"]
     if len(ids) == 1 and ids[0] in tokenizer.added_tokens_decoder:
@@ -145,23 +145,23 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
     return TurnEnd(text=end)
 
 
-def _tried(template: str, where: str) -> str:
+def _tried(template: str, source: str) -> str:
     """Return the template if it can render a message. Raises InvalidOption."""
     if len(template) > files.MOST_TEMPLATE_CHARACTERS:
         raise InvalidOption(
-            f"{where} has {len(template):,} characters, a chat template at most "
+            f"{source} has {len(template):,} characters, a chat template at most "
             f"{files.MOST_TEMPLATE_CHARACTERS:,}"
         )
     tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
-    asked = {"messages": [_said("user", _ASKED)], "tools": None, "documents": None}
+    context = {"messages": [_said("user", _ASKED)], "tools": None, "documents": None}
     try:
-        text = _rendered(template, json.dumps({**asked, "add_generation_prompt": True, **tokens}))
+        text = _rendered(template, json.dumps({**context, "add_generation_prompt": True, **tokens}))
     except CannotRender as error:
-        place = where if error.line is None else f"{where}, line {error.line}"
+        place = source if error.line is None else f"{source}, line {error.line}"
         reason = str(error).rstrip(".")
         raise InvalidOption(f"{place} is no chat template: {reason}. Correct it") from error
     if _ASKED not in text:
-        raise InvalidOption(f"{where} is no chat template: it does not show what the user says")
+        raise InvalidOption(f"{source} is no chat template: it does not show what the user says")
     return template
 
 
@@ -200,11 +200,11 @@ def apply_template(
         tokens = [name for name in tokenizer.special_tokens_map if name.isidentifier()]
         names = ("messages", "tools", "documents", "add_generation_prompt", *tokens)
         # this template returns the variables that transformers prepared for the real one
-        shown = ", ".join(f"'{name}': {name}" for name in names)
+        pairs = ", ".join(f"'{name}': {name}" for name in names)
         variables = tokenizer.apply_chat_template(
             messages,
             tools=tools,
-            chat_template=f"{{{{ {{{shown}}} | tojson }}}}",
+            chat_template=f"{{{{ {{{pairs}}} | tojson }}}}",
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
@@ -223,30 +223,30 @@ def apply_template(
 
 def _rendered(template: str, variables: str) -> str:
     """Render a template with `variables`, which are JSON. Raises CannotRender."""
-    most = _MOST_CHARACTERS + 8 * len(variables)
+    limit = _MOST_CHARACTERS + 8 * len(variables)
     child = _taken()
     question, answer = cast(IO[str], child.stdin), cast(IO[str], child.stdout)
     try:
         with suppress(BrokenPipeError):
-            question.write(json.dumps([template, variables, most]) + "\n")
+            question.write(json.dumps([template, variables, limit]) + "\n")
             question.flush()
-        said = answer.readline()  # empty where the process ended
+        reply = answer.readline()  # empty where the process ended
     except BaseException:  # the process may be in the middle of an answer: do not reuse it
         child.kill()
         _end(child)
         raise
-    if said and len(_idle) < _KEPT:
+    if reply and len(_idle) < _KEPT:
         _idle.append(child)
     else:
         _end(child)
-    if not said:
+    if not reply:
         late = f"it ran for more than {rendering.SECONDS} s"
         reasons = {rendering.LATE: late, rendering.FULL: "it fills the memory"}
         other = f"it ended its process with status {child.returncode}"
         raise CannotRender(reasons.get(child.returncode, other))
-    text, reason, number = json.loads(said)
+    text, reason, line = json.loads(reply)
     if text is None:
-        raise CannotRender(reason, number)
+        raise CannotRender(reason, line)
     return str(text)
 
 

@@ -85,7 +85,7 @@ def _compiled(template: str) -> Template:
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise,
-        "strftime_now": lambda shape: datetime.now().strftime(shape),
+        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
         "dict": lambda *given, **values: dict(*given, **values),  # no access to the class
         "namespace": Namespace,
     }
@@ -93,7 +93,7 @@ def _compiled(template: str) -> Template:
 
 
 def _answer(line: str) -> list[Any]:
-    template, variables, most = json.loads(line)
+    template, variables, limit = json.loads(line)
     try:
         text = _compiled(template).render(json.loads(variables))
     except MemoryError:
@@ -101,8 +101,8 @@ def _answer(line: str) -> list[Any]:
     except Exception as error:  # noqa: BLE001  # a template can raise anything
         reason = " ".join(str(error)[:500].split()) or type(error).__name__
         return [None, reason, getattr(error, "lineno", None)]
-    if len(text) > most:
-        return [None, f"it writes more than {most:,} characters", None]
+    if len(text) > limit:
+        return [None, f"it writes more than {limit:,} characters", None]
     return [text, None, None]
 
 
@@ -115,11 +115,11 @@ def main() -> None:
     for line in sys.stdin:
         _end_after(SECONDS)
         try:
-            said = json.dumps(_answer(line))
+            answer = json.dumps(_answer(line))
         except MemoryError:
             os._exit(FULL)
         _end_after(0)
-        print(said, flush=True)  # noqa: T201  # to the parent
+        print(answer, flush=True)  # noqa: T201  # to the parent
 
 
 def _end_after(seconds: float) -> None:

@@ -169,15 +169,15 @@ class Request:
     def row(self, row: int) -> SequenceRequest:
         """One sequence; its `max_time` starts now. Raises InvalidOption for criteria of batches."""
         rows, pad = len(self.pads), self.pads[row]
-        own = [criterion_for(entry, row, rows, self.max_time) for entry in self.criteria]
-        longest, limit = self.max_length, self.position_limit
-        if limit is not None and longest > limit + 1 + pad:  # the newest token takes no position
-            longest = limit + 1 + pad
+        criteria = [criterion_for(entry, row, rows, self.max_time) for entry in self.criteria]
+        max_length, limit = self.max_length, self.position_limit
+        if limit is not None and max_length > limit + 1 + pad:  # the newest token takes no position
+            max_length = limit + 1 + pad
             warn_once(CONTEXT_ENDS, limit)
         stop = StopRule(
-            max_length=longest,
+            max_length=max_length,
             end_tokens=self.end_tokens,
-            criteria=partial(_ended, own) if own else None,
+            criteria=partial(_ended, criteria) if criteria else None,
             made_for=self.made_for + pad if limit is None else None,
         )
         sampler = self.sampler.for_row(row, rows, pad)
@@ -188,33 +188,33 @@ class Request:
 def checked(options: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """Check the keywords of `generate`, and drop those without effect. Raises InvalidOption."""
     hints = annotations_of(GenerateOptions)
-    asked = {k: one for k, one in options.items() if not _among(one, _OF_A_CALL.get(k, ()))}
-    for name in asked.keys() & REFUSED.keys():
+    fields = {k: value for k, value in options.items() if not _among(value, _OF_A_CALL.get(k, ()))}
+    for name in fields.keys() & REFUSED.keys():
         raise InvalidOption(f"{name} is not supported. Leave it out")
-    check_keys(asked, hints, "option")
-    given = {name: value for name, value in asked.items() if value is not None}
-    ours = {name: value for name, value in given.items() if name not in OPTION_NAMES}
-    check_types(ours, hints)  # SpeculationOptions checks the others
-    check_ranges(given, GenerateOptions)
-    config = given.get("generation_config")
+    check_keys(fields, hints, "option")
+    values = {name: value for name, value in fields.items() if value is not None}
+    rest = {name: value for name, value in values.items() if name not in OPTION_NAMES}
+    check_types(rest, hints)  # SpeculationOptions checks the others
+    check_ranges(values, GenerateOptions)
+    config = values.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
         raise InvalidOption(f"generation_config is {shown(config)}, expected a GenerationConfig")
-    streamer = given.get("streamer")
-    parts = [getattr(streamer, name, None) for name in ("put", "end")]
-    if streamer is not None and not all(map(callable, parts)):
+    streamer = values.get("streamer")
+    methods = [getattr(streamer, name, None) for name in ("put", "end")]
+    if streamer is not None and not all(map(callable, methods)):
         expected = "expected a TextStreamer or the like. Leave it out, or use stream"
         raise InvalidOption(f"streamer is {shown(streamer)}, {expected}")
     for name in ("logits_processor", "stopping_criteria"):
-        for entry in given.get(name, ()):
+        for entry in values.get(name, ()):
             _check_function(name, entry)
     for name in _TOKENS:
-        for token in _flat(given.get(name, ())):
+        for token in _flat(values.get(name, ())):
             # some configs use -1 for no end token
             if not (-1 if name == "eos_token_id" else 0) <= token < vocab_size:
                 raise InvalidOption(
                     f"{name} holds {shown(token)}, expected ids in 0..{vocab_size - 1}"
                 )
-    return {name: _plain(value) for name, value in asked.items()}
+    return {name: _plain(value) for name, value in fields.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -252,49 +252,49 @@ def prepare(
 ) -> Request:
     """Make a Request from ids [B, P] and keywords of `generate`, Hugging Face's and ours."""
     model, start = backbone.model, input_ids.shape[1]
-    rest = _for_transformers(options, start)
-    grammar = wanted_grammar({name: rest.pop(name, None) for name in GRAMMAR_KEYWORDS})
+    keywords = _for_transformers(options, start)
+    grammar = wanted_grammar({name: keywords.pop(name, None) for name in GRAMMAR_KEYWORDS})
     backbone.check_ids(input_ids)
-    seed, logprobs = rest.pop("seed", None), rest.pop("logprobs", None)
-    criteria = StoppingCriteriaList(rest.pop("stopping_criteria", None) or [])
-    strings = wanted(model, rest, "stop_strings")
+    seed, logprobs = keywords.pop("seed", None), keywords.pop("logprobs", None)
+    criteria = StoppingCriteriaList(keywords.pop("stopping_criteria", None) or [])
+    strings = wanted(model, keywords, "stop_strings")
     if strings is not None:
-        rest["stop_strings"] = None  # a callable loop never gets the tokenizer they need
+        keywords["stop_strings"] = None  # a callable loop never gets the tokenizer they need
     if strings not in (None, []):
         criteria.append(stop_strings(tokenizer, strings))
-    decays = wanted(model, rest, "exponential_decay_length_penalty") is not None
-    if decays and wanted(model, rest, "eos_token_id") is None:
+    decays = wanted(model, keywords, "exponential_decay_length_penalty") is not None
+    if decays and wanted(model, keywords, "eos_token_id") is None:
         raise InvalidOption(
             "exponential_decay_length_penalty makes the end token likelier, and the model has "
             "none. Give eos_token_id, or leave it out"
         )
-    if rest.get("attention_mask") is not None:
-        left_padding(input_ids, rest["attention_mask"])
+    if keywords.get("attention_mask") is not None:
+        left_padding(input_ids, keywords["attention_mask"])
     elif input_ids.shape[0] == 1:
         # without a mask, a pad token in a prompt would count as padding
-        rest["attention_mask"] = torch.ones_like(input_ids)
-    if not any(rest.get(name) is not None for name in _LENGTHS):
-        rest.update(_default_length(backbone, start))
+        keywords["attention_mask"] = torch.ones_like(input_ids)
+    if not any(keywords.get(name) is not None for name in _LENGTHS):
+        keywords.update(_default_length(backbone, start))
     try:
         prepared = model.generate(  # type: ignore[operator]  # typed as Tensor | Module upstream
             input_ids,
             stopping_criteria=criteria,
             custom_generate=_hand_back,
-            **rest,
+            **keywords,
         )
     except _REFUSALS as error:
-        said = first_line(error)
+        reason = first_line(error)
         advice = "Change that option, or leave it out, of the model's generation_config too"
-        raise InvalidOption(f"{said}. {advice}") from error
-    noted = {"logprobs": logprobs, "tokenizer": tokenizer}
-    request = from_prepared(backbone, *prepared, seed=seed, **noted)
+        raise InvalidOption(f"{reason}. {advice}") from error
+    fields = {"logprobs": logprobs, "tokenizer": tokenizer}
+    request = from_prepared(backbone, *prepared, seed=seed, **fields)
     if grammar is None:
         return request
     processors = LogitsProcessorList(request.sampler.processors)
     # after processors that rule out tokens, before those that shape sampling
-    draw = (at for at, one in enumerate(processors) if type(one).__name__.endswith("Warper"))
+    warpers = (n for n, entry in enumerate(processors) if type(entry).__name__.endswith("Warper"))
     mask = grammars.mask(grammar, request.end_tokens, request.input_ids.shape[1])
-    processors.insert(next(draw, len(processors)), mask)
+    processors.insert(next(warpers, len(processors)), mask)
     return replace(request, sampler=replace(request.sampler, processors=processors))
 
 
@@ -303,21 +303,21 @@ def _for_transformers(options: Mapping[str, Any], start: int) -> dict[str, Any]:
 
     Temperature 0 is greedy, as in OpenAI's API; transformers refuses it. `start`: ids of a prompt.
     """
-    rest = dict(options)
-    if rest.get("generation_config") is None:
-        rest["use_cache"] = True  # a config may have False from training; a caller's is refused
-    if rest.get("temperature") == 0:
-        rest = {name: value for name, value in rest.items() if name not in _DRAWING}
-        rest["do_sample"] = False
-    unsaid = rest.get("do_sample") is None and rest.get("generation_config") is None
-    if unsaid and any(rest.get(name) is not None for name in _DRAWING):
-        rest["do_sample"] = True
-    presence = rest.pop("presence_penalty", None) or 0.0
-    frequency = rest.pop("frequency_penalty", None) or 0.0
+    keywords = dict(options)
+    if keywords.get("generation_config") is None:
+        keywords["use_cache"] = True  # a config may have False from training; a caller's is refused
+    if keywords.get("temperature") == 0:
+        keywords = {name: value for name, value in keywords.items() if name not in _DRAWING}
+        keywords["do_sample"] = False
+    unset = keywords.get("do_sample") is None and keywords.get("generation_config") is None
+    if unset and any(keywords.get(name) is not None for name in _DRAWING):
+        keywords["do_sample"] = True
+    presence = keywords.pop("presence_penalty", None) or 0.0
+    frequency = keywords.pop("frequency_penalty", None) or 0.0
     if presence or frequency:
-        processors = list(rest.get("logits_processor") or [])
-        rest["logits_processor"] = [*processors, OccurrencePenalty(presence, frequency, start)]
-    return rest
+        processors = list(keywords.get("logits_processor") or [])
+        keywords["logits_processor"] = [*processors, OccurrencePenalty(presence, frequency, start)]
+    return keywords
 
 
 def from_prepared(
@@ -344,9 +344,9 @@ def from_prepared(
     if length > backbone.max_positions:
         warn_once(BEYOND_CONTEXT, backbone.max_positions)
     lengths = [entry.max_length for entry in criteria if type(entry) is stopping.MaxLengthCriteria]
-    longest = min(lengths, default=config.max_length)
-    if not isinstance(longest, int):
-        raise InvalidOption(f"the longest length is {shown(longest)}, expected a whole number")
+    max_length = min(lengths, default=config.max_length)
+    if not isinstance(max_length, int):
+        raise InvalidOption(f"the longest length is {shown(max_length)}, expected a whole number")
     ends = (entry for entry in criteria if type(entry) is stopping.EosTokenCriteria)
     kinds = (stopping.MaxLengthCriteria, stopping.EosTokenCriteria)
     sampler = Sampler(processors, bool(config.do_sample))
@@ -357,7 +357,7 @@ def from_prepared(
         input_ids=input_ids,
         pads=pads,
         sampler=sampler if seed is None else sampler.seeded(seed, input_ids.device),
-        max_length=longest,
+        max_length=max_length,
         end_tokens=frozenset(token for entry in ends for token in entry.eos_token_id.tolist()),
         criteria=StoppingCriteriaList(entry for entry in criteria if type(entry) not in kinds),
         max_time=config.max_time,
@@ -375,8 +375,8 @@ def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
     if attention_mask is None:
         return [0] * rows
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
-        own = isinstance(attention_mask, Tensor)
-        found = [*attention_mask.shape] if own else f"of type {type(attention_mask).__name__}"
+        is_tensor = isinstance(attention_mask, Tensor)
+        found = [*attention_mask.shape] if is_tensor else f"of type {type(attention_mask).__name__}"
         raise InvalidOption(
             f"attention_mask is {found}, expected a tensor [{rows}, {length}] like the ids"
         )
@@ -398,8 +398,8 @@ def wanted(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any
 
 def _default_length(backbone: Backbone, length: int) -> dict[str, int]:
     """The default length of an answer to `length` ids, within the model's context length."""
-    own: Any = backbone.model.generation_config
-    if own.max_new_tokens is not None or own.max_length is not None:
+    config: Any = backbone.model.generation_config
+    if config.max_new_tokens is not None or config.max_length is not None:
         return {}
     if (room := backbone.max_positions - length) < 1:
         raise InvalidPrompt(
@@ -412,24 +412,24 @@ def _default_length(backbone: Backbone, length: int) -> dict[str, int]:
 
 def _hand_back(_model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> tuple[Any, ...]:
     """Take the place of a decoding loop, and return the arguments that `generate` prepared."""
-    named = ("logits_processor", "stopping_criteria", "generation_config")
-    return input_ids, *(prepared.pop(name) for name in named), prepared
+    names = ("logits_processor", "stopping_criteria", "generation_config")
+    return input_ids, *(prepared.pop(name) for name in names), prepared
 
 
 def _ended(criteria: list[Any], ids: Tensor) -> bool:
     """Whether any criterion ends ids [1, n]. All are called, since some count their calls."""
     ends = False
     for criterion in criteria:
-        found = criterion(ids, None)  # without scores, as in plain decoding
-        if hasattr(found, "tolist"):
-            found = found.tolist()  # a tensor [1], or a number of numpy's
-        if isinstance(found, list) and len(found) == 1:
-            (found,) = found
-        if not isinstance(found, bool):
+        verdict = criterion(ids, None)  # without scores, as in plain decoding
+        if hasattr(verdict, "tolist"):
+            verdict = verdict.tolist()  # a tensor [1], or a number of numpy's
+        if isinstance(verdict, list) and len(verdict) == 1:
+            (verdict,) = verdict
+        if not isinstance(verdict, bool):
             raise InvalidOption(
-                f"{called(criterion)} gives {shown(found)} for one row, expected True or False"
+                f"{called(criterion)} gives {shown(verdict)} for one row, expected True or False"
             )
-        ends = ends or found
+        ends = ends or verdict
     return ends
 
 
@@ -454,8 +454,8 @@ def refuse_model_keywords(
     Allowed are a mask over `input_ids`, the positions that follow from it, an empty cache, and
     image markers that mark no image: a processor returns them with any text.
     """
-    own = "token_type_ids" if model_type == "gemma3" else None  # other models read zeros, too
-    marks = (own, "mm_token_type_ids", "moe_mm_token_type_ids")
+    types = "token_type_ids" if model_type == "gemma3" else None  # other models read zeros, too
+    marks = (types, "mm_token_type_ids", "moe_mm_token_type_ids")
     for name, value in model_kwargs.items():
         if value is None or name in ("attention_mask", "logits_to_keep"):
             continue
@@ -503,11 +503,11 @@ def stop_strings(
     """The criterion for `strings`. Raises InvalidOption for values that cannot be stop strings."""
     if tokenizer is None:
         raise InvalidOption("stop_strings need a tokenizer. Give one: tokenizer=...")
-    listed = strings if isinstance(strings, list | tuple) else [strings]
-    if not all(isinstance(text, str) and text for text in listed):
+    texts = strings if isinstance(strings, list | tuple) else [strings]
+    if not all(isinstance(text, str) and text for text in texts):
         raise InvalidOption(f"stop_strings are {shown(strings)}, expected texts that are not empty")
     try:
-        return _stops(tokenizer, tuple(listed), len(tokenizer))
+        return _stops(tokenizer, tuple(texts), len(tokenizer))
     except ValueError as error:
         raise InvalidOption(
             f"stop_strings are {shown(strings)}: no token writes that. Leave it out"
@@ -536,8 +536,8 @@ class Grammars:
             raise InvalidOption(f"{grammar.keyword} needs an end token. {advice}")
         matcher = matcher_class()(self._tokens(ends), grammar.text)
         if matcher.is_error():
-            said = matcher.get_error()
-            raise InvalidOption(f"{grammar.keyword} does not fit this model's tokens: {said}")
+            reason = matcher.get_error()
+            raise InvalidOption(f"{grammar.keyword} does not fit this model's tokens: {reason}")
         return matcher
 
     def _read_tokens(self, ends: frozenset[int]) -> LLTokenizer:

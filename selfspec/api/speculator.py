@@ -139,15 +139,15 @@ class Speculator:
         All are generated in one batch, and each equals the answer to its prompt alone: answer i is
         sampled with `seed` plus i. Rows of ids may get `num_return_sequences` answers each.
         """
-        many = (str, list, tuple, Tensor, np.ndarray)  # in a list; else messages, or token ids
-        if not isinstance(prompts, list | tuple) or (prompts and not isinstance(prompts[0], many)):
+        kinds = (str, list, tuple, Tensor, np.ndarray)  # in a list; else messages, or token ids
+        if not isinstance(prompts, list | tuple) or (prompts and not isinstance(prompts[0], kinds)):
             return self.answers(self.call(cast("Prompt", prompts), options))
-        found: dict[int, Generation] = {}
+        answers: dict[int, Generation] = {}
         for number, answer in self.generate_each(cast("Sequence[Prompt]", prompts), **options):
             if isinstance(answer, SelfspecError):
                 raise type(answer)(f"prompt {number}: {answer}")
-            found[number] = answer
-        return [found[number] for number in sorted(found)]
+            answers[number] = answer
+        return [answers[number] for number in sorted(answers)]
 
     def generate_each(
         self,
@@ -177,46 +177,46 @@ class Speculator:
         if seeds is None and (first := options.get("seed")) is not None:
             seeds = count(first)
         engine = self.engine(most=most, kv_memory=kv_memory)
-        found = repeat(None) if seeds is None else iter(seeds)
-        lacks = "missing: more prompts than seeds"
-        left = ((n, prompt, next(found, lacks)) for n, prompt in enumerate(prompts))
-        return self._each(engine, left, options, most)
+        prompt_seeds = repeat(None) if seeds is None else iter(seeds)
+        no_seed = "missing: more prompts than seeds"
+        entries = ((n, prompt, next(prompt_seeds, no_seed)) for n, prompt in enumerate(prompts))
+        return self._each(engine, entries, options, most)
 
     def _each(
         self,
         engine: Engine,
-        left: Iterator[tuple[int, Prompt, Any]],
+        entries: Iterator[tuple[int, Prompt, Any]],
         options: GenerateOptions,
         most: int,
     ) -> Iterator[Answered]:
         """Yield answers as they complete; a prompt is read when a place in the batch is free."""
-        running: dict[Running, tuple[int, Stream]] = {}
+        streams: dict[Running, tuple[int, Stream]] = {}
         try:
             while True:
-                while len(running) < most and (entry := next(left, None)):
+                while len(streams) < most and (entry := next(entries, None)):
                     number, prompt, seed = entry
                     own = options | _cut(options, number) | ({} if seed is None else {"seed": seed})
                     if isinstance(seed, Integral):
                         own["seed"] = int(seed) % 2**64
                     try:
                         request = self.call(prompt, own)
-                        added = engine.add(request.only(), request.speculation)
+                        sequence = engine.add(request.only(), request.speculation)
                     except SelfspecError as error:
                         yield number, error
                         continue
-                    running[added] = number, Stream(added, request)
-                if not running:
+                    streams[sequence] = number, Stream(sequence, request)
+                if not streams:
                     return
-                for one in engine.step():
-                    if one.ended and one in running:
-                        number, stream = running.pop(one)
+                for running in engine.step():
+                    if running.ended and running in streams:
+                        number, stream = streams.pop(running)
                         try:
                             yield number, stream.drain()
                         except SelfspecError as error:
                             yield number, error
         finally:
-            for one in running:
-                one.close()
+            for running in streams:
+                running.close()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Return the same answer as `generate`, piece by piece."""
@@ -274,22 +274,22 @@ class Speculator:
         """Keywords of `generate` that stop at the end of a turn, too, besides the usual stops."""
         if end.text:
             stops = wanted(self.model, given, "stop_strings") or []
-            listed = stops if isinstance(stops, list | tuple) else [stops]
-            return {"stop_strings": [*listed, end.text]}
+            strings = stops if isinstance(stops, list | tuple) else [stops]
+            return {"stop_strings": [*strings, end.text]}
         if end.token is None or given.get("eos_token_id") is not None:
             return {}
-        own = templates.listed(wanted(self.model, given, "eos_token_id"))
-        return {"eos_token_id": sorted({*own, end.token})}
+        ends = templates.listed(wanted(self.model, given, "eos_token_id"))
+        return {"eos_token_id": sorted({*ends, end.token})}
 
     def read_ahead(self, options: GenerateOptions) -> None:
         """Read stops and grammar before a call, in any thread: reading them may take seconds."""
         end = NO_END if options.get("raw") else self.turn_end
-        known = {**options, **self.ending(options, end)}
-        if strings := wanted(self.model, known, "stop_strings"):
+        keywords = {**options, **self.ending(options, end)}
+        if strings := wanted(self.model, keywords, "stop_strings"):
             stop_strings(self.tokenizer, strings)
         grammar = wanted_grammar(options)
         if grammar is not None:
-            ends = wanted(self.model, known, "eos_token_id")
+            ends = wanted(self.model, keywords, "eos_token_id")
             self._grammars.mask(grammar, templates.listed(ends))
 
     def answers(self, request: Request) -> list[Generation]:
@@ -298,8 +298,8 @@ class Speculator:
         rows = range(len(request.pads))
         if request.streamer is not None and len(rows) > 1:
             raise InvalidOption(f"a streamer shows one text, not {len(rows)}. Leave it out")
-        asked = [engine.add(request.row(row), request.speculation) for row in rows]
-        streams = [Stream(one, request) for one in asked]
+        sequences = [engine.add(request.row(row), request.speculation) for row in rows]
+        streams = [Stream(running, request) for running in sequences]
         try:
             return [stream.drain() for stream in streams]
         finally:
@@ -311,7 +311,7 @@ def _cut(options: Mapping[str, Any], number: int) -> Any:
     """Keywords with the processors and criteria of prompt `number`, from their `for_row` if any."""
     names = ("logits_processor", "stopping_criteria")
     return {
-        name: [one.for_row(number) if hasattr(one, "for_row") else one for one in options[name]]
+        name: [func.for_row(number) if hasattr(func, "for_row") else func for func in options[name]]
         for name in names
         if options.get(name)
     }
@@ -342,15 +342,15 @@ class Session:
             if self._stream is not None:
                 self._stream.close()
             request = self._speculator.call(prompt, options)
-            asked, speculation = request.only(), request.speculation
+            sequence, speculation = request.only(), request.speculation
             shapes, kv = (bool(speculation.pinned), speculation.pinned_rows), None
             state = self._state
-            if shapes == self._pinned and state is not None and not (state.pad or asked.pad):
+            if shapes == self._pinned and state is not None and not (state.pad or sequence.pad):
                 # keep the prefix shared with the new prompt, whose last id is always run
-                state.kv.truncate(common_prefix(state.committed(0), asked.ids[0, :-1].tolist()))
+                state.kv.truncate(common_prefix(state.committed(0), sequence.ids[0, :-1].tolist()))
                 kv = state.kv
-            asked = replace(asked, kv=kv, draft_cache=self._draft_cache)
-            running = self._speculator.engine().add(asked, speculation)
+            sequence = replace(sequence, kv=kv, draft_cache=self._draft_cache)
+            running = self._speculator.engine().add(sequence, speculation)
             self._pinned, self._state = shapes, running.state
             self._stream = Stream(running, request)
             return self._stream
@@ -390,8 +390,8 @@ def load(
             raise InvalidOption(f"{name} is empty, expected {_NAMES}")
         _require(f"{name} is", value, str | Path, _NAMES)
     _require("heads are", heads, str | Path | ExitHeads, _HEADS)
-    given = {"attn_implementation": attn_implementation, "device": device}
-    check_types(given, {"attn_implementation": str | None, "device": str | None})
+    fields = {"attn_implementation": attn_implementation, "device": device}
+    check_types(fields, {"attn_implementation": str | None, "device": str | None})
     check(options, beside=[*inspect.signature(load).parameters])
     templates.start_renderer()
     store, template = _read(datastore, chat_template)
@@ -403,21 +403,21 @@ def load(
         blocks=executor in hub.FROM_BLOCKS,
     )
     loaded, tokenizer, files = read(model)
-    second = None
+    draft_loaded = None
     if draft_model is not None:
-        second, other, draft_files = read(draft_model)
-        check_same_tokens(tokenizer, other, draft_files.label)
+        draft_loaded, draft_tokenizer, draft_files = read(draft_model)
+        check_same_tokens(tokenizer, draft_tokenizer, draft_files.label)
     # made here, before anything can change the model that was read
-    found = partial(fingerprint.of_loaded, loaded, files.stamps)
-    if heads is None and second is None:
+    hasher = partial(fingerprint.of_loaded, loaded, files.stamps)
+    if heads is None and draft_loaded is None:
         # the default heads were not fitted to the default model as float16 rounds it
-        own = files.is_default and loaded.dtype != torch.float16
-        heads = heads_for(loaded, found, chosen=own) or (hub.DEFAULT_HEADS if own else None)
-    named = heads not in (None, hub.NO_HEADS) and not isinstance(heads, ExitHeads)
-    of_weights = found() if named else None
-    backbone = Backbone(loaded, executor=executor, fingerprint=of_weights, loaded_from=files.stamps)
-    drafting = None if second is None else Backbone(second, executor=executor)
-    return _speculator(backbone, tokenizer, heads, files.label, drafting, store, template, options)
+        fits = files.is_default and loaded.dtype != torch.float16
+        heads = heads_for(loaded, hasher, chosen=fits) or (hub.DEFAULT_HEADS if fits else None)
+    by_name = heads not in (None, hub.NO_HEADS) and not isinstance(heads, ExitHeads)
+    digest = hasher() if by_name else None
+    backbone = Backbone(loaded, executor=executor, fingerprint=digest, loaded_from=files.stamps)
+    draft = None if draft_loaded is None else Backbone(draft_loaded, executor=executor)
+    return _speculator(backbone, tokenizer, heads, files.label, draft, store, template, options)
 
 
 def wrap(
@@ -443,21 +443,21 @@ def wrap(
     UnsupportedModel, HeadsNotFound, InvalidHeads, HeadsMismatch, DraftModelMismatch, InvalidData,
     InvalidOption.
     """
-    inner = isinstance(getattr(tokenizer, "tokenizer", None), PreTrainedTokenizerBase)
-    advice = "Give its .tokenizer" if inner else "Load one with AutoTokenizer, or leave it out"
-    known = f"a tokenizer of transformers. {advice}"
-    _require("tokenizer is", tokenizer, PreTrainedTokenizerBase, known)
+    nested = isinstance(getattr(tokenizer, "tokenizer", None), PreTrainedTokenizerBase)
+    advice = "Give its .tokenizer" if nested else "Load one with AutoTokenizer, or leave it out"
+    expected = f"a tokenizer of transformers. {advice}"
+    _require("tokenizer is", tokenizer, PreTrainedTokenizerBase, expected)
     _require("heads are", heads, str | Path | ExitHeads, _HEADS)
     if draft_model is not None:
         check_model(draft_model, "draft_model")
     check(options, beside=[*inspect.signature(wrap).parameters])
     store, template = _read(datastore, chat_template)
     backbone = Backbone(model, executor=executor)
-    drafting = None if draft_model is None else Backbone(draft_model, executor=executor)
-    if heads is None and drafting is None:
+    draft = None if draft_model is None else Backbone(draft_model, executor=executor)
+    if heads is None and draft is None:
         heads = heads_for(model, lambda: backbone.fingerprint)
     label = label or model.config.name_or_path or type(model).__name__
-    return _speculator(backbone, tokenizer, heads, label, drafting, store, template, options)
+    return _speculator(backbone, tokenizer, heads, label, draft, store, template, options)
 
 
 def _speculator(
@@ -465,7 +465,7 @@ def _speculator(
     tokenizer: PreTrainedTokenizerBase | None,
     heads: str | Path | ExitHeads | None,
     label: str,
-    second: Backbone | None,
+    draft: Backbone | None,
     store: Datastore | None,
     template: str | None,
     options: dict[str, Any],
@@ -474,30 +474,30 @@ def _speculator(
     if store is not None:
         store.check(tokenizer, backbone.vocab_size)
         options = {"drafter": "ngram+rest", **options}
-    fitted = find_heads(backbone, heads, label)
-    tokenizer, turn_end = templates.choose_template(tokenizer, template, fitted, label)
+    exit_heads = find_heads(backbone, heads, label)
+    tokenizer, turn_end = templates.choose_template(tokenizer, template, exit_heads, label)
     base = SpeculationOptions()
-    if fitted is not None:
+    if exit_heads is not None:
         if backbone.claims.replayed is None:  # CUDA graphs capture torch's own kernels alone
-            pack(fitted)
-        base = base.updated(fitted.config.defaults).updated(tuned.read(backbone, fitted))
+            pack(exit_heads)
+        base = base.updated(exit_heads.config.defaults).updated(tuned.read(backbone, exit_heads))
         if base.speculate and not base.uses(Exit.kind) and "drafter" not in options:
-            said = "by calibration the heads gain nothing, so %s drafts. To try them: --drafter %s"
-            logger.info(said, base.drafter, FITTED)
-    elif second is None and "drafter" not in options:
+            note = "by calibration the heads gain nothing, so %s drafts. To try them: --drafter %s"
+            logger.info(note, base.drafter, FITTED)
+    elif draft is None and "drafter" not in options:
         # prompt lookup drafts for any model, under a rule of its own
         base = base.updated({"drafter": "ngram"}).updated(tuned.read(backbone, None))
         if heads != hub.NO_HEADS and base.updated(options).speculate:
-            said = "no exit heads for %s: prompt lookup drafts. Fit: selfspec adapt %s--model MODEL"
-            turns = getattr(tokenizer, "chat_template", None) is not None
-            logger.warning(said, label, "" if turns else "--raw ")
-    if second is not None:
-        check_same_size(backbone, second, tokenizer)
+            note = "no exit heads for %s: prompt lookup drafts. Fit: selfspec adapt %s--model MODEL"
+            is_chat = getattr(tokenizer, "chat_template", None) is not None
+            logger.warning(note, label, "" if is_chat else "--raw ")
+    if draft is not None:
+        check_same_size(backbone, draft, tokenizer)
         base = base.updated({"drafter": "draft-model"})
-    chosen = base.updated(options)
-    if chosen.costs == Costs() and chosen.speculate and chosen.drafter != "none":
-        chosen = chosen.updated(tuned.first_costs(backbone, fitted))
-    return Speculator(backbone, tokenizer, fitted, label, chosen, second, turn_end, store)
+    settings = base.updated(options)
+    if settings.costs == Costs() and settings.speculate and settings.drafter != "none":
+        settings = settings.updated(tuned.first_costs(backbone, exit_heads))
+    return Speculator(backbone, tokenizer, exit_heads, label, settings, draft, turn_end, store)
 
 
 # --- the exit heads that were given, or are known here
@@ -513,8 +513,8 @@ def heads_for(
     """
     config = model.config.get_text_config()
     sizes = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
-    listed = [] if chosen else hub.list_heads()
-    bundled = sorted(listed, key=lambda one: one.name != hub.DEFAULT_HEADS)
+    entries = [] if chosen else hub.list_heads()
+    bundled = sorted(entries, key=lambda entry: entry.name != hub.DEFAULT_HEADS)
     folder = find_known(sizes, fingerprint, bundled, chosen=chosen)
     if folder is not None:
         name = hub.heads_name(folder)
@@ -529,12 +529,12 @@ def find_heads(
     if isinstance(heads, ExitHeads):
         weight = backbone.unembedding.weight
         heads.config.require_sizes("heads", backbone, "the model")
-        if (own := next(heads.parameters(), weight)).device != weight.device:
+        if (param := next(heads.parameters(), weight)).device != weight.device:
             raise HeadsMismatch(
-                f"the heads are on {own.device}, the model's lm_head is on {weight.device}. Move "
+                f"the heads are on {param.device}, the model's lm_head is on {weight.device}. Move "
                 "them: heads.to(device)"
             )
-        return heads if own.dtype == weight.dtype else heads.twin(backbone.unembedding)
+        return heads if param.dtype == weight.dtype else heads.twin(backbone.unembedding)
     if heads is None or heads == hub.NO_HEADS:
         return None
     if heads == hub.LOGIT_LENS:
@@ -567,8 +567,8 @@ def _require(name: str, value: object, kinds: Any, expected: str) -> None:
 def _read(datastore: object, template: str | Path | None) -> tuple[Datastore | None, str | None]:
     """Read the datastore and the chat template; None for each that is None."""
     check_types({"datastore": datastore}, {"datastore": str | Path | None})
-    place = None if datastore is None else local_path(cast("str | Path", datastore))
-    store = None if place is None else Datastore.read(place)
+    path = None if datastore is None else local_path(cast("str | Path", datastore))
+    store = None if path is None else Datastore.read(path)
     return store, None if template is None else templates.read(template)
 
 
@@ -591,9 +591,9 @@ def _loop(
     """A `custom_generate` for one model. Returns prompts and answers [B, longest], right-padded."""
     if model is not speculator.model:
         raise InvalidOption("this custom_generate belongs to another model. Wrap that model")
-    for name, instead in _UNHEARD.items():
+    for name, advice in _UNHEARD.items():
         if _callers(name) or (_callers("kwargs") or {}).get(name) is not None:
-            raise InvalidOption(f"{name} is not supported: it would be ignored. {instead}")
+            raise InvalidOption(f"{name} is not supported: it would be ignored. {advice}")
     if ends_at is not None:
         stopping_criteria.append(ends_at)
     request = requests.from_prepared(
@@ -609,8 +609,8 @@ def _loop(
         greeted=True,
     )
     ids, answers = request.input_ids, speculator.answers(request)
-    written = [ids.new_tensor(answer.token_ids) for answer in answers]
-    padded = pad_sequence(written, batch_first=True, padding_value=request.pad_token_id)
+    rows = [ids.new_tensor(answer.token_ids) for answer in answers]
+    padded = pad_sequence(rows, batch_first=True, padding_value=request.pad_token_id)
     ids = torch.cat([ids, padded], dim=1)
     return GenerateDecoderOnlyOutput(sequences=ids) if request.return_dict else ids  # type: ignore[arg-type]  # annotated LongTensor upstream
 
@@ -659,17 +659,17 @@ def custom_generate(
     """
     strings = wanted(model, options, "stop_strings")
     speculation = {name: options.pop(name) for name in OPTION_NAMES if name in options}
-    fetching = {name: options.pop(name) for name in hub.FETCHING if name in options}
+    hub_options = {name: options.pop(name) for name in hub.FETCHING if name in options}
     source = str(heads or _callers("custom_generate") or pushed_to)
-    place = local_path(source)
-    key = (source, fetching, fingerprint.of_folder(place))
+    folder = local_path(source)
+    key = (source, hub_options, fingerprint.of_folder(folder))
     if (speculator := _wrapped(model, key)) is None:
-        if heads is None and not place.is_dir():
-            place = hub.heads_on_hub(source, **fetching)
+        if heads is None and not folder.is_dir():
+            folder = hub.heads_on_hub(source, **hub_options)
         # another object with the model's state: holding it does not keep the model object alive
         alias: PreTrainedModel = object.__new__(type(model))
         object.__setattr__(alias, "__dict__", vars(model))
-        _WRAPPED[model] = key, (speculator := wrap(alias, heads=heads or place))
+        _WRAPPED[model] = key, (speculator := wrap(alias, heads=heads or folder))
     ends_at = stop_strings(tokenizer, strings) if strings else None
     loop = partial(_loop, speculator, speculator.options.updated(speculation), ends_at)
     kind: Any = type(model)  # the class's method: loading a model with such code sets its own
@@ -680,8 +680,8 @@ def custom_generate(
 
 def _wrapped(model: PreTrainedModel, key: object) -> Speculator | None:
     """The Speculator of `model` for `key`; None, and it is dropped, if the model or key changed."""
-    known, speculator = _WRAPPED.pop(model, (None, None))
-    if speculator is not None and known == key:
+    old_key, speculator = _WRAPPED.pop(model, (None, None))
+    if speculator is not None and old_key == key:
         with suppress(ModelChanged):
             speculator.backbone.require_unchanged()
             _WRAPPED[model] = key, speculator

@@ -61,12 +61,12 @@ class Generation:
 
     def summary(self) -> str:
         """The main figures in one sentence; `stats.line()` has all of them."""
-        words = self.stats.summary()
+        figures = self.stats.summary()
         if self.estimate is None:
-            return words
+            return figures
         speed_up, measured = self.estimate
         grounds = "by costs measured here" if measured else "a guess; to measure: selfspec tune"
-        return f"{words}, about {speed_up:.1f} times as fast as without drafts ({grounds})"
+        return f"{figures}, about {speed_up:.1f} times as fast as without drafts ({grounds})"
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: the text, each piece in the colour of who gave it."""
@@ -163,16 +163,16 @@ class Stream:
 
     def _with_rest(self, text: str) -> list[Piece]:
         """Pieces that join to `text`: a held-back part of a character goes to the last token."""
-        shown = "".join(piece.text for piece in self._given)
-        if not self._given or not text.startswith(shown):
+        prefix = "".join(piece.text for piece in self._given)
+        if not self._given or not text.startswith(prefix):
             return list(self._given)
         last = self._given[-1]
-        return [*self._given[:-1], last._replace(text=last.text + text[len(shown) :])]
+        return [*self._given[:-1], last._replace(text=last.text + text[len(prefix) :])]
 
     def _decode(self) -> Generator[str, None, None]:
         tokenizer, streamer = self.request.tokenizer, self.request.streamer
-        text, until = TextDecoder(tokenizer), UntilStop([self.request.end])
-        text.push(self.request.behind, last=True)
+        decoder, stops = TextDecoder(tokenizer), UntilStop([self.request.end])
+        decoder.push(self.request.behind, last=True)
         try:
             if streamer is not None and not self.request.greeted:
                 streamer.put(self._entries.state.ids.cpu())
@@ -185,14 +185,14 @@ class Stream:
                     self.giver = giver
                     if streamer is not None:
                         streamer.put(torch.tensor([token]))
-                    shown = [] if is_end(tokenizer, entry, token) else [token]
-                    piece = until.push(text.push(shown))
+                    tokens = [] if is_end(tokenizer, entry, token) else [token]
+                    piece = stops.push(decoder.push(tokens))
                     self._given.append(Piece(piece, giver))
                     if piece:
                         yield piece
                 if self._closed:  # by another thread
                     break
-            if piece := until.push(text.push([], last=True), last=True):
+            if piece := stops.push(decoder.push([], last=True), last=True):
                 yield piece
         finally:
             if streamer is not None:
@@ -207,11 +207,11 @@ def html(text: str, pieces: Sequence[Piece], num_layers: int, note: str) -> str:
     body = "".join(
         _span("".join(piece.text for piece in run), giver, num_layers) for giver, run in runs
     )
-    found = sorted({piece.giver for piece in pieces} - {Giver(MODEL)})
-    told = " · ".join([*(_span(one.words, one, num_layers) for one in found), escape(note)])
+    givers = sorted({piece.giver for piece in pieces} - {Giver(MODEL)})
+    line = " · ".join([*(_span(giver.words, giver, num_layers) for giver in givers), escape(note)])
     return (
         f'<div><div style="white-space:pre-wrap;line-height:1.7">{body}</div>'
-        f'<div style="font-size:.85em;opacity:.75;margin-top:.5em">{told}</div></div>'
+        f'<div style="font-size:.85em;opacity:.75;margin-top:.5em">{line}</div></div>'
     )
 
 

@@ -46,8 +46,8 @@ def encode(
     if isinstance(prompt, Tensor):
         return _checked_ids(prompt)
     if not isinstance(prompt, str | list | tuple):
-        advised = next((f". {words}" for kind, words in _ADVICE if isinstance(prompt, kind)), "")
-        expected = f"expected a question, messages or token ids{advised}"
+        hint = next((f". {text}" for kind, text in _ADVICE if isinstance(prompt, kind)), "")
+        expected = f"expected a question, messages or token ids{hint}"
         raise InvalidPrompt(f"the prompt is {shown(prompt)}, {expected}")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise InvalidPrompt("the prompt is empty. Give a question, messages or token ids")
@@ -73,8 +73,8 @@ def encode(
 
 def _checked_ids(ids: Tensor) -> Tensor:
     """Convert ids [P] or [B, P] of any integer type to [B, P], int64. Raises InvalidPrompt."""
-    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if not whole or ids.is_quantized or ids.is_meta or ids.layout is not torch.strided:
+    integral = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not integral or ids.is_quantized or ids.is_meta or ids.layout is not torch.strided:
         kind = "meta" if ids.is_meta else str(ids.dtype).removeprefix("torch.")
         raise InvalidPrompt(f"the prompt is a tensor of {kind}, expected whole numbers: token ids")
     if ids.dim() not in (1, 2):
@@ -87,8 +87,8 @@ def _checked_ids(ids: Tensor) -> Tensor:
 def _listed_ids(ids: Sequence[Any]) -> Tensor:
     """Convert a list of ids to [1, P]. Raises InvalidPrompt for a list of anything else."""
     for place, token in enumerate(ids):
-        whole = isinstance(token, Integral) and not isinstance(token, bool)
-        if not whole or not -(2**63) <= token < 2**63:
+        integral = isinstance(token, Integral) and not isinstance(token, bool)
+        if not integral or not -(2**63) <= token < 2**63:
             several = isinstance(token, str | list | tuple | Tensor | np.ndarray)
             hint = "Give several prompts to generate_batch" if several else "Give one kind"
             raise InvalidPrompt(
@@ -101,21 +101,21 @@ def _listed_ids(ids: Sequence[Any]) -> Tensor:
 def _check_messages(messages: Sequence[Any], *, whole: bool) -> None:
     """Raise InvalidPrompt at the first invalid message; `whole`: the prompt is one text."""
     for place, message in enumerate(messages):
-        where = "the prompt" if whole else f"message {place}"
+        label = "the prompt" if whole else f"message {place}"
         if not isinstance(message, Mapping):
-            raise InvalidPrompt(f"{where} is {shown(message)}, expected a role and content")
+            raise InvalidPrompt(f"{label} is {shown(message)}, expected a role and content")
         if not isinstance(message.get("role"), str):
-            raise InvalidPrompt(f"{where} has no role. Give user, assistant or system")
+            raise InvalidPrompt(f"{label} has no role. Give user, assistant or system")
         content = message.get("content")
         if content is None and message.get("tool_calls"):
             continue
         if not isinstance(content, str):
-            raise InvalidPrompt(f"{where} has {shown(content)} as its content, expected text")
+            raise InvalidPrompt(f"{label} has {shown(content)} as its content, expected text")
         try:  # no tokenizer accepts a lone surrogate
             content.encode()
         except UnicodeEncodeError as error:
             raise InvalidPrompt(
-                f"{where} is no Unicode text: character {error.start} is half of one. Remove it"
+                f"{label} is no Unicode text: character {error.start} is half of one. Remove it"
             ) from error
 
 
@@ -139,12 +139,12 @@ class TextDecoder:
         if self._decode is None:
             return ""
         self._tokens += tokens
-        before = str(self._decode(self._tokens[self._context : self._shown]))
-        after = str(self._decode(self._tokens[self._context :]))
-        if after == before or (after.endswith("\N{REPLACEMENT CHARACTER}") and not last):
+        old_text = str(self._decode(self._tokens[self._context : self._shown]))
+        new_text = str(self._decode(self._tokens[self._context :]))
+        if new_text == old_text or (new_text.endswith("\N{REPLACEMENT CHARACTER}") and not last):
             return ""
         self._context, self._shown = self._shown, len(self._tokens)
-        return after[len(before) :]
+        return new_text[len(old_text) :]
 
 
 class TokenTexts:
@@ -161,9 +161,9 @@ class TokenTexts:
             return f"<{token}>"
         if token not in self._known:
             # after another token, because some tokenizers drop the space that opens a text
-            first = list(self._tokenizer("a", add_special_tokens=False)["input_ids"])
-            both = str(self._tokenizer.decode([*first, token]))
-            self._known[token] = both.removeprefix(str(self._tokenizer.decode(first)))
+            prefix = list(self._tokenizer("a", add_special_tokens=False)["input_ids"])
+            text = str(self._tokenizer.decode([*prefix, token]))
+            self._known[token] = text.removeprefix(str(self._tokenizer.decode(prefix)))
         return self._known[token]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
@@ -193,9 +193,9 @@ class UntilStop:
         if ends:
             self.found, self._held = True, ""
             return text[: min(ends)]
-        held = 0 if last else max((begun_length(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        size = 0 if last else max((begun_length(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - size :]
+        return text[: len(text) - size]
 
 
 def begun_length(text: str, stop: str) -> int:

@@ -54,11 +54,11 @@ def conditions(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
         # name and sizes are enough for prompt lookup, and no weights are read
         sizes = backbone.num_layers, backbone.hidden_size, backbone.vocab_size
         name = backbone.model.config.name_or_path or type(backbone.model).__name__
-        hashed, base = "none", f"{name}, {' x '.join(map(str, sizes))}"
+        digest, base = "none", f"{name}, {' x '.join(map(str, sizes))}"
     else:
-        hashed, base = heads_hash(heads), heads.config.base_fingerprint or backbone.fingerprint
+        digest, base = heads_hash(heads), heads.config.base_fingerprint or backbone.fingerprint
     return {
-        "heads": hashed,
+        "heads": digest,
         "base": base,
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "executor": backbone.executor_name,
@@ -69,8 +69,8 @@ def conditions(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
 
 
 def path(backbone: Backbone, heads: ExitHeads | None) -> Path:
-    known = json.dumps(conditions(backbone, heads), sort_keys=True)
-    return folder() / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+    key = json.dumps(conditions(backbone, heads), sort_keys=True)
+    return folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def read(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
@@ -105,29 +105,29 @@ def write(
 
 def forget(backbone: Backbone, heads: ExitHeads | None) -> list[Path]:
     """Remove the settings for these heads here; returns their files. Raises CannotWrite."""
-    gone = [one for one in (path(backbone, heads), _costs_path(backbone, heads)) if one.is_file()]
+    paths = [one for one in (path(backbone, heads), _costs_path(backbone, heads)) if one.is_file()]
     try:
-        for file in gone:
+        for file in paths:
             file.unlink()
     except OSError as error:
         raise CannotWrite(f"cannot remove {error.filename}: {error.strerror}") from error
-    return gone
+    return paths
 
 
 def heads_hash(heads: ExitHeads) -> str:
     """sha256 of all that determines the drafts of heads: kind, layers, temperatures, weights."""
     config = heads.config
-    kind = [config.head_type, list(config.exit_layers), sorted(config.temperatures.items())]
-    return hash_of(heads.state_dict(), json.dumps(kind).encode())
+    settings = [config.head_type, list(config.exit_layers), sorted(config.temperatures.items())]
+    return hash_of(heads.state_dict(), json.dumps(settings).encode())
 
 
 def processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    facts = Path("/proc/cpuinfo")
-    text = facts.read_text(encoding="utf-8") if facts.is_file() else ""
-    named = re.search(r"^model name\s*:\s*(\S.*\S)", text, re.MULTILINE)
-    return named[1] if named else platform.processor() or platform.machine()
+    file = Path("/proc/cpuinfo")
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    match = re.search(r"^model name\s*:\s*(\S.*\S)", text, re.MULTILINE)
+    return match[1] if match else platform.processor() or platform.machine()
 
 
 def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
@@ -160,11 +160,11 @@ def _checked(values: Any, heads: ExitHeads | None) -> dict[str, Any]:
     """Check a file's values and return its options. Raises errors that `read` catches."""
     if values["format_version"] != FORMAT_VERSION:
         raise InvalidOption(f"format version {values['format_version']}, not {FORMAT_VERSION}")
-    found: dict[str, Any] = values["options"]
-    check_keys(found, TUNED_OPTIONS, "option")
-    options = SpeculationOptions().updated(found)
+    fields: dict[str, Any] = values["options"]
+    check_keys(fields, TUNED_OPTIONS, "option")
+    options = SpeculationOptions().updated(fields)
     if heads is not None:
         heads.layers_in_use(options)
-    elif "drafter" in found and options.speculate and options.uses("exit"):
+    elif "drafter" in fields and options.speculate and options.uses("exit"):
         raise InvalidOption("its drafts come from exit heads, and there are none")
-    return found
+    return fields
