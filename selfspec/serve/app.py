@@ -50,16 +50,16 @@ def make_app(writer: Writer, keys: Keys) -> FastAPI:
     server, page = _Server(writer), _chat_page()
     # a redirect would lead to any host that the Host header names
     app = FastAPI(title="selfspec", openapi_url=None, lifespan=life, redirect_slashes=False)
-    look = partial(app.api_route, methods=["GET", "HEAD"])
+    route = partial(app.api_route, methods=["GET", "HEAD"])
     app.add_exception_handler(HTTPException, _refuse_path)
     gate.guard(app, writer.options, keys, partial(writer.metrics.count, "request_refused"))
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/completions")(server.text)
-    look("/v1/models")(server.models)
-    look("/v1/models/{name:path}")(server.model)
-    look("/health")(server.health)
-    look("/")(lambda: page)
-    look("/metrics")(server.metrics)
+    route("/v1/models")(server.models)
+    route("/v1/models/{name:path}")(server.model)
+    route("/health")(server.health)
+    route("/")(lambda: page)
+    route("/metrics")(server.metrics)
     return app
 
 
@@ -95,13 +95,13 @@ class _Server:
         return Response(writer.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def _answer(self, request: Request, kind: type[ChatBody | TextBody]) -> Response:
-        sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if sent != "application/json":  # other sites' pages cannot send it without CORS
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":  # other sites' pages cannot send it without CORS
             raise Refused(415, "Content-Type must be application/json")
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refused(415, "Content-Encoding is not supported. Send the body as it is")
-        held = await gate.read(request, self._writer.options)
-        body, choices = await asyncio.to_thread(self._read, held, kind)
+        content = await gate.read(request, self._writer.options)
+        body, choices = await asyncio.to_thread(self._read, content, kind)
         field = choices[0].needs_tools  # all have the same tools, and one grammar
         if field is not None and self._writer.tool_format is None:
             raise Refused(
@@ -110,23 +110,23 @@ class _Server:
                 "calls that is not known here. Use response_format with a schema",
                 field=field,
             )
-        reply = Reply(self._writer, choices, body, len(held))
+        reply = Reply(self._writer, choices, body, len(content))
         setattr(request.state, gate.REPLY, reply)
         if not body.stream:
             await gate.unless_gone(request.receive, reply.rest())
             return JSONResponse(reply.whole())
-        first = await gate.unless_gone(request.receive, reply.next())  # an error is not streamed
+        piece = await gate.unless_gone(request.receive, reply.next())  # an error is not streamed
         return StreamingResponse(
-            reply.lines(first, with_usage=body.stream_options.include_usage),
+            reply.lines(piece, with_usage=body.stream_options.include_usage),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
 
     def _read(
-        self, held: bytearray, kind: type[ChatBody | TextBody]
+        self, content: bytearray, kind: type[ChatBody | TextBody]
     ) -> tuple[ChatBody | TextBody, list[Choice]]:
         try:
-            body = kind.model_validate(files.parse_json(held.decode(), "the body"))
+            body = kind.model_validate(files.parse_json(content.decode(), "the body"))
         except UnicodeDecodeError as error:
             raise Refused(400, f"the body is not UTF-8: byte {error.start} is wrong") from error
         except InvalidData as error:
@@ -140,16 +140,16 @@ class _Server:
 
     def _require_model(self, name: str | None) -> None:
         if name not in (None, self._writer.label):
-            said = f"the model {name!r} is not here. This server has {self._writer.label}"
-            raise Refused(404, said, field="model", code="model_not_found")
+            message = f"the model {name!r} is not here. This server has {self._writer.label}"
+            raise Refused(404, message, field="model", code="model_not_found")
 
 
 def _chat_page() -> HTMLResponse:
     """The chat page, which may use only its own script and style, and call only its own server."""
     rules = ("connect-src 'self'", "frame-ancestors 'none'", "trusted-types 'none'")
-    trusted = "require-trusted-types-for 'script'"
-    told = json.dumps(GIVERS)
-    html, policy = pages.page(__package__, "chat", _SCRIPTS, *rules, trusted, givers=told)
+    rule = "require-trusted-types-for 'script'"
+    givers = json.dumps(GIVERS)
+    html, policy = pages.page(__package__, "chat", _SCRIPTS, *rules, rule, givers=givers)
     headers = {
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",
@@ -161,8 +161,8 @@ def _chat_page() -> HTMLResponse:
 
 async def _refuse_path(request: Request, error: Any) -> Response:
     status, headers = error.status_code, error.headers  # with the allowed methods
-    said = "is not a path of this server" if status == 404 else f"does not take {request.method}"
-    return gate.response(Refused(status, f"{request.url.path} {said}", headers=headers))
+    reason = "is not a path of this server" if status == 404 else f"does not take {request.method}"
+    return gate.response(Refused(status, f"{request.url.path} {reason}", headers=headers))
 
 
 # --- the response to one request
@@ -193,10 +193,10 @@ class Reply:
         piece = await self._queue.get()
         if piece.error is not None:
             self.leave()
-            said = of_error(piece.error, self._field)
-            if said.status >= 500 and said is not piece.error:
+            refusal = of_error(piece.error, self._field)
+            if refusal.status >= 500 and refusal is not piece.error:
                 logger.info("an answer failed:\n%s", places(piece.error))
-            raise said
+            raise refusal
         self._pieces[piece.choice].append(piece)
         return piece
 
@@ -220,27 +220,27 @@ class Reply:
     @property
     def tokens(self) -> tuple[int, int] | None:
         """Token counts of the prompts and of the answers so far; None before the first piece."""
-        every: list[Any] = [pieces[-1].stats for pieces in self._pieces if pieces]
-        return (self._job.prompt_tokens, sum(one.new_tokens for one in every)) if every else None
+        stats: list[Any] = [pieces[-1].stats for pieces in self._pieces if pieces]
+        return (self._job.prompt_tokens, sum(stat.new_tokens for stat in stats)) if stats else None
 
     @property
     def usage(self) -> Json:
         """Token counts of complete answers and of speculation, named as in vLLM if it has them."""
-        every: list[Any] = [pieces[-1].stats for pieces in self._pieces]
+        records: list[Any] = [pieces[-1].stats for pieces in self._pieces]
 
         def total(name: str) -> Any:
-            first, *others = (getattr(stats, name) for stats in every)
+            first, *others = (getattr(stats, name) for stats in records)
             return sum(others, first)
 
-        asked, written = self._job.prompt_tokens, total("new_tokens")
+        prompt_tokens, new_tokens = self._job.prompt_tokens, total("new_tokens")
         rounds, accepted = total("rounds"), total("accepted")
         by_index = sorted(total("accepted_by_index").items())  # from 1, without a gap
         lengths = sorted(total("accepted_lengths").items())
         drafted_by, accepted_by = total("drafted_by_source"), total("accepted_by_source")
-        found: Json = {
-            "prompt_tokens": asked,
-            "completion_tokens": written,
-            "total_tokens": asked + written,
+        usage: Json = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": new_tokens,
+            "total_tokens": prompt_tokens + new_tokens,
             "speculation": {
                 "rounds": rounds,
                 "num_draft_tokens": total("drafted"),
@@ -252,12 +252,12 @@ class Reply:
                     source: {"drafted": drafted_by[source], "accepted": accepted_by[source]}
                     for source in sorted(drafted_by)
                 },
-                "lossless": all(stats.lossless for stats in every),
+                "lossless": all(stats.lossless for stats in records),
             },
         }
-        if len(every) == 1:  # several choices also share with each other
-            found["prompt_tokens_details"] = {"cached_tokens": every[0].reused_tokens}
-        return found
+        if len(records) == 1:  # several choices also share with each other
+            usage["prompt_tokens_details"] = {"cached_tokens": records[0].reused_tokens}
+        return usage
 
     def whole(self) -> Json:
         choices = []
@@ -266,23 +266,23 @@ class Reply:
             message: Json = {"role": "assistant", "content": text, "refusal": None}
             if last.calls:
                 message |= {"content": text or None, "tool_calls": last.calls}
-            said = {"message": message} if self._chat else {"text": text}
-            choices.append(self._choice(index, pieces, said, last.finish))
+            content = {"message": message} if self._chat else {"text": text}
+            choices.append(self._choice(index, pieces, content, last.finish))
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, "usage": self.usage}
 
     async def lines(self, piece: Piece, *, with_usage: bool) -> AsyncIterator[str]:
         """Server-sent events, from the first piece on."""
-        more: Json = {"usage": None} if with_usage else {}
+        fields: Json = {"usage": None} if with_usage else {}
         try:
             for index in range(len(self._pieces)) if self._chat else ():
                 delta = {"role": "assistant", "content": ""}
-                yield self._event(self._choice(index, [], {"delta": delta}), **more)
+                yield self._event(self._choice(index, [], {"delta": delta}), **fields)
             for choice in self._told(piece):
-                yield self._event(choice, **more)
+                yield self._event(choice, **fields)
             while not self._complete:
                 for choice in self._told(await self.next()):
-                    yield self._event(choice, **more)
+                    yield self._event(choice, **fields)
             if with_usage:
                 yield self._event(usage=self.usage)
             yield "data: [DONE]\n\n"
@@ -295,12 +295,12 @@ class Reply:
         return all(pieces and pieces[-1].finish for pieces in self._pieces)
 
     def _told(self, piece: Piece) -> Iterator[Json]:
-        something = piece.text or piece.logprobs or piece.told
+        output = piece.text or piece.logprobs or piece.told
         if not self._chat:
-            if something or piece.finish:
+            if output or piece.finish:
                 yield self._choice(piece.choice, [piece], {"text": piece.text}, piece.finish)
             return
-        if something:
+        if output:
             yield self._choice(piece.choice, [piece], {"delta": {"content": piece.text}})
         if piece.calls:
             calls = [{"index": index, **call} for index, call in enumerate(piece.calls)]
@@ -308,33 +308,33 @@ class Reply:
         if piece.finish:
             yield self._choice(piece.choice, [], {"delta": {}}, piece.finish)
 
-    def _event(self, *choices: Json, **more: Json) -> str:
+    def _event(self, *choices: Json, **fields: Json) -> str:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return gate.event({**self._head, "object": kind, "choices": choices, **more})
+        return gate.event({**self._head, "object": kind, "choices": choices, **fields})
 
     def _choice(
-        self, index: int, pieces: Sequence[Piece], said: Json, finish: str | None = None
+        self, index: int, pieces: Sequence[Piece], content: Json, finish: str | None = None
     ) -> Json:
         """`pieces`: those whose log-probabilities and rounds are added, if requested."""
-        likely = self._likely(pieces) if self._notes and pieces else None
-        found = {"index": index, **said, "logprobs": likely, "finish_reason": finish}
-        if told := [piece.told for piece in pieces if piece.told is not None]:
-            rounds = [*itertools.chain.from_iterable(told)]
-            found["speculation"] = {"rounds": rounds, "num_layers": self._writer.num_layers}
-        return found
+        logprobs = self._likely(pieces) if self._notes and pieces else None
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
+        if groups := [piece.told for piece in pieces if piece.told is not None]:
+            rounds = [*itertools.chain.from_iterable(groups)]
+            choice["speculation"] = {"rounds": rounds, "num_layers": self._writer.num_layers}
+        return choice
 
     def _likely(self, pieces: Sequence[Piece]) -> Json:
         """Log-probabilities of tokens, in OpenAI's format for chats or for texts."""
-        entries = [one for piece in pieces for one in piece.logprobs]
+        entries = [entry for piece in pieces for entry in piece.logprobs]
         if self._chat:
             return {"content": entries, "refusal": None}
         tops = [
-            [(top["token"], top["logprob"]) for top in (*one["top_logprobs"], one)]
-            for one in entries
+            [(top["token"], top["logprob"]) for top in (*entry["top_logprobs"], entry)]
+            for entry in entries
         ]
         return {
-            "tokens": [one["token"] for one in entries],
-            "token_logprobs": [one["logprob"] for one in entries],
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
             # parts of characters all have the same text: the likeliest is reported
             "top_logprobs": [dict(top) | dict(reversed(top)) for top in tops],
             "text_offset": [offset for piece in pieces for offset in piece.offsets],

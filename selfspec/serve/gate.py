@@ -84,20 +84,20 @@ def response(error: Refused) -> Response:
 
 async def read(request: Request, options: ServeOptions) -> bytearray:
     """Read a request's body. Raises Refused if it is too large or too slow."""
-    held, most, seconds = bytearray(), int(options.max_body_mb * 1e6), options.client_timeout
+    body, limit, seconds = bytearray(), int(options.max_body_mb * 1e6), options.client_timeout
 
     async def hold() -> None:
         async for part in request.stream():
-            held.extend(part)
-            if len(held) > most:
-                raise Refused(413, f"the body has more than {most} bytes. Send less")
+            body.extend(part)
+            if len(body) > limit:
+                raise Refused(413, f"the body has more than {limit} bytes. Send less")
 
     try:
         await asyncio.wait_for(hold(), seconds)
     except asyncio.TimeoutError as error:
-        said = f"the body did not arrive within {seconds:g} seconds. Send it at once"
-        raise Refused(408, said, headers={"Connection": "close"}) from error
-    return held
+        message = f"the body did not arrive within {seconds:g} seconds. Send it at once"
+        raise Refused(408, message, headers={"Connection": "close"}) from error
+    return body
 
 
 async def unless_gone(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
@@ -107,12 +107,12 @@ async def unless_gone(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = waits, _ = asyncio.create_task(wanted), asyncio.create_task(gone())
+    tasks = work, _ = asyncio.create_task(wanted), asyncio.create_task(gone())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not waits.done():
+        if not work.done():
             raise ClientDisconnect
-        return waits.result()
+        return work.result()
     finally:
         for task in tasks:
             task.cancel()
@@ -122,8 +122,8 @@ async def unless_gone(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
 def tokens(scope: Scope) -> tuple[int, int] | None:
     """Token counts of the prompt and of the answer; None if nothing was generated."""
     reply: Any = scope["state"].get(REPLY)  # an `app.Reply`
-    found = scope["state"].get(TOKENS) if reply is None else reply.tokens
-    return cast("tuple[int, int] | None", found)
+    counts = scope["state"].get(TOKENS) if reply is None else reply.tokens
+    return cast("tuple[int, int] | None", counts)
 
 
 class _Guard:
@@ -174,7 +174,7 @@ class _Around:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
-        begun, status, streams = time.monotonic(), 0, False
+        start, status, streams = time.monotonic(), 0, False
 
         async def sent(message: Message) -> None:
             nonlocal status, streams
@@ -201,15 +201,15 @@ class _Around:
             reply: Any = state.get(REPLY)
             if reply is not None:
                 reply.leave()
-            self._say(scope, status, time.monotonic() - begun)
+            self._say(scope, status, time.monotonic() - start)
 
     def _say(self, scope: Scope, status: int, seconds: float) -> None:
-        path, client, found = scope["path"][:_LONGEST_PATH], scope["client"], tokens(scope)
+        path, client, counts = scope["path"][:_LONGEST_PATH], scope["client"], tokens(scope)
         if self._options.log_requests:
             logger.info(
                 "%s %s %s, %s in %.3f s for %s",
                 *(scope["method"], ascii(path)[1:-1], status or "unanswered"),
-                "no tokens" if found is None else f"{found[0]} + {found[1]} tokens",
+                "no tokens" if counts is None else f"{counts[0]} + {counts[1]} tokens",
                 *(seconds, client[0] if client else "nobody known"),
             )
         reply: Any = scope["state"].get(REPLY)
@@ -223,20 +223,20 @@ class _Around:
 
 def bound(options: ServeOptions) -> socket.socket:
     """A socket bound to the address, which does not listen yet. Raises InvalidOption."""
-    where = f"{options.host}, port {options.port}"
+    place = f"{options.host}, port {options.port}"
     try:
         (family, kind, _, _, address), *_ = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM
         )
-        found = socket.socket(family, kind)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
-        found.bind(address)
+        sock = socket.socket(family, kind)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+        sock.bind(address)
     except (OSError, UnicodeError) as error:  # UnicodeError: the host is too long
-        why = getattr(error, "strerror", None) or error
-        said = f"cannot listen at {where}: {why}. Give another --port or --host"
-        raise InvalidOption(said) from error
-    return found
+        reason = getattr(error, "strerror", None) or error
+        message = f"cannot listen at {place}: {reason}. Give another --port or --host"
+        raise InvalidOption(message) from error
+    return sock
 
 
 class Server(uvicorn.Server):
@@ -264,9 +264,9 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if tasks := self.server_state.tasks:
-            words = "completing %s, for at most %s seconds. Ctrl-C again stops at once"
+            message = "completing %s, for at most %s seconds. Ctrl-C again stops at once"
             seconds = self.config.timeout_graceful_shutdown
-            logger.info(words, counted(len(tasks), "request"), seconds)
+            logger.info(message, counted(len(tasks), "request"), seconds)
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn cleans up nothing; the model's thread must end
             for task in self.server_state.tasks:
@@ -275,8 +275,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for one in sockets or []:
-            host, port = one.getsockname()[:2]
+        for sock in sockets or []:
+            host, port = sock.getsockname()[:2]
             self._ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
 

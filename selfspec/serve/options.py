@@ -84,8 +84,8 @@ class Keys:
     def found(cls, file: Path | None) -> Keys:
         """Read keys from a file, one per line, and from SELFSPEC_API_KEY, separated by commas."""
         lines = [] if file is None else files.read_text(file, 1 << 20).splitlines()
-        given = [line for line in lines if not line.startswith("#")]
-        keys = cls([*given, *os.environ.get(VARIABLE, "").split(",")])
+        entries = [line for line in lines if not line.startswith("#")]
+        keys = cls([*entries, *os.environ.get(VARIABLE, "").split(",")])
         if file is not None and not keys:
             raise InvalidOption(f"{file} holds no API key. Give one per line")
         return keys
@@ -96,6 +96,6 @@ class Keys:
     def accepts(self, authorization: str) -> bool:
         """Whether an Authorization header has an accepted key. Takes the same time for any key."""
         scheme, _, key = authorization.partition(" ")
-        given = key.strip().encode("utf-8", "replace")
-        matches = [hmac.compare_digest(given, one.encode()) for one in self._keys]
+        candidate = key.strip().encode("utf-8", "replace")
+        matches = [hmac.compare_digest(candidate, known.encode()) for known in self._keys]
         return scheme.lower() == "bearer" and any(matches)

@@ -52,7 +52,7 @@ Stop = Annotated[str, Field(max_length=64)]
 Stops = Annotated[
     list[Stop],
     Field(max_length=4),
-    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+    BeforeValidator(lambda stops: [stops] if isinstance(stops, str) else stops),
 ]
 Setting = Annotated[str, Field(max_length=256)]
 
@@ -77,11 +77,11 @@ class Choice:
     most_calls: int | None = None
 
 
-def _few(found: Any) -> Any:
+def _few(entries: Any) -> Any:
     """Raise ValueError for too many entries: an error for each of them would take seconds."""
-    if isinstance(found, dict) and len(found) > 1024:
+    if isinstance(entries, dict) and len(entries) > 1024:
         raise ValueError("more than 1024 entries")
-    return found
+    return entries
 
 
 class _Shape(pydantic.BaseModel):
@@ -151,8 +151,8 @@ class _Message(_Shape):
         turn: dict[str, Any] = {"role": role, "content": text}
         if self.tool_calls:
             turn["tool_calls"] = [call.as_part() for call in self.tool_calls]
-        named = {"tool_call_id": self.tool_call_id, "name": self.name}
-        return turn | {name: value for name, value in named.items() if value is not None}
+        fields = {"tool_call_id": self.tool_call_id, "name": self.name}
+        return turn | {name: value for name, value in fields.items() if value is not None}
 
 
 class _Function(_Shape):
@@ -254,39 +254,39 @@ class Body(_Shape):
     speculation: StrictBool | _Speculation | None = None
 
     def _choices(
-        self, prompts: Sequence[Prompt], options: Any, limits: ServeOptions, **more: Any
+        self, prompts: Sequence[Prompt], options: Any, limits: ServeOptions, **fields: Any
     ) -> list[Choice]:
         """Make `n` choices per prompt; `options`: keywords of `generate` that the body adds."""
-        count, most = self.n * len(prompts), limits.concurrency + limits.queue
-        if count > most:
-            raise Refused(400, f"{count} answers at once, expected at most {most}", field="n")
-        wished = {
+        count, limit = self.n * len(prompts), limits.concurrency + limits.queue
+        if count > limit:
+            raise Refused(400, f"{count} answers at once, expected at most {limit}", field="n")
+        extras = {
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             # a dict: in lists, transformers 5.17 refuses token 0
-            "sequence_bias": {(int(k),): v for k, v in (self.logit_bias or {}).items()},
+            "sequence_bias": {(int(key),): bias for key, bias in (self.logit_bias or {}).items()},
             "json_schema": self.response_format and self.response_format.wanted,
             "stop_strings": [stop for stop in self.stop or [] if stop],
         }
-        options |= {name: one for name, one in wished.items() if one not in (None, 0, [], {})}
-        drawing = self.top_p < 1 or self.top_k or self.min_p or self.n > 1 or self.seed is not None
-        temperature = float(bool(drawing)) if self.temperature is None else self.temperature
+        options |= {name: value for name, value in extras.items() if value not in (None, 0, [], {})}
+        sampling = self.top_p < 1 or self.top_k or self.min_p or self.n > 1 or self.seed is not None
+        temperature = float(bool(sampling)) if self.temperature is None else self.temperature
         options["do_sample"] = draws = temperature > 0
         if draws:
             options |= self.model_dump(include={"top_p", "top_k", "min_p"})
             options["temperature"] = temperature
         if isinstance(self.speculation, _Speculation):
             options |= self.speculation.model_dump(exclude_none=True, exclude={"explain"})
-            more["explain"] = self.speculation.explain
+            fields["explain"] = self.speculation.explain
         elif self.speculation is not None:
             options["speculate"] = self.speculation
-        found = []
+        choices = []
         for prompt, number in itertools.product(prompts, range(self.n)):
-            own: Any = {**options, "raw": isinstance(prompt, str)}
+            keywords: Any = {**options, "raw": isinstance(prompt, str)}
             if draws and self.seed is not None:
-                own["seed"] = (self.seed + number) % 2**64
-            found.append(Choice(prompt=prompt, options=own, **more))
-        return found
+                keywords["seed"] = (self.seed + number) % 2**64
+            choices.append(Choice(prompt=prompt, options=keywords, **fields))
+        return choices
 
 
 class ChatBody(Body):
@@ -324,21 +324,21 @@ class ChatBody(Body):
 
     def choices(self, limits: ServeOptions, room: int) -> list[Choice]:
         """The texts to generate, of at most `room` tokens; max_completion_tokens goes first."""
-        longest = self.max_completion_tokens or self.max_tokens or limits.max_tokens
-        options = {"max_new_tokens": min(longest, room), "max_time": limits.timeout}
+        max_tokens = self.max_completion_tokens or self.max_tokens or limits.max_tokens
+        options = {"max_new_tokens": min(max_tokens, room), "max_time": limits.timeout}
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
         tools = [] if self.tool_choice == "none" else self.tools or []
         if isinstance(self.tool_choice, _Chosen):
-            tools = [one for one in tools if one.function.name == self.tool_choice.function.name]
-        shown = any(message.role == "tool" or message.tool_calls for message in self.messages)
+            tools = [tool for tool in tools if tool.function.name == self.tool_choice.function.name]
+        has_calls = any(message.role == "tool" or message.tool_calls for message in self.messages)
         return self._choices(
             [[message.as_turn() for message in self.messages]],
             options,
             limits,
             tools=[tool.model_dump(exclude_none=True) for tool in tools],
             must_call=self._must_call,
-            needs_tools="tools" if tools else "messages" if shown else None,
+            needs_tools="tools" if tools else "messages" if has_calls else None,
             most_calls=None if self.parallel_tool_calls else 1,
         )
 
@@ -353,12 +353,12 @@ class TextBody(Body):
     logprobs: Likely | None = None
 
     def choices(self, limits: ServeOptions, room: int) -> list[Choice]:
-        longest = min(self.max_tokens or limits.max_tokens, room)
-        options = {"max_new_tokens": longest, "max_time": limits.timeout}
+        max_tokens = min(self.max_tokens or limits.max_tokens, room)
+        options = {"max_new_tokens": max_tokens, "max_time": limits.timeout}
         if self.logprobs is not None:
             options["logprobs"] = self.logprobs
-        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        prompts: Any = [self.prompt] if one else self.prompt
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        prompts: Any = [self.prompt] if single else self.prompt
         return self._choices(prompts, options, limits)
 
 
@@ -379,8 +379,8 @@ class Refused(Exception):
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"
-        said = {"message": self.message, "type": kind, "param": self.field, "code": self.code}
-        return {"error": said}
+        error = {"message": self.message, "type": kind, "param": self.field, "code": self.code}
+        return {"error": error}
 
 
 _FIELDS = {"json_schema": "response_format", "grammar": "tools", "drafter": "speculation.drafter"}
@@ -405,23 +405,23 @@ def of_error(error: BaseException, field: str | None = None) -> Refused:
 
 def of_validation(error: pydantic.ValidationError) -> Refused:
     """The error of an invalid body: of several, the most deeply nested, and of these the last."""
-    every = error.errors(include_url=False, include_context=False, include_input=False)
-    every.sort(key=lambda e: e["type"].endswith("_type"))  # prefer values of the right type
-    found = max(every, key=lambda e: (len(e["loc"]), [n for n in e["loc"] if isinstance(n, int)]))
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    faults.sort(key=lambda e: e["type"].endswith("_type"))  # prefer values of the right type
+    fault = max(faults, key=lambda e: (len(e["loc"]), [n for n in e["loc"] if isinstance(n, int)]))
     field = ""  # messages[0].content; names of types, which pydantic puts in between, are left out
-    for place in found["loc"]:
+    for place in fault["loc"]:
         if isinstance(place, int):
             field += f"[{place}]"
         elif place.isidentifier() and place not in _TYPES:
             field += f".{place}" if field else place
-    said = f"is wrong: {found['msg'].removeprefix('Value error, ').partition(' or instance of')[0]}"
-    if found["type"] == "extra_forbidden":  # names of the two bodies, but not this very name
-        near = difflib.get_close_matches(field, _NAMES - {field}, n=1, cutoff=0.85)
-        hint = f"Did you mean {near[0]}?" if near else "Leave it out"
-        said = f"is not supported here. {hint}"
-    elif found["type"] == "missing":
-        said = "is missing"
-    return Refused(400, f"{field or 'the body'} {said}", field=field or None)
+    text = f"is wrong: {fault['msg'].removeprefix('Value error, ').partition(' or instance of')[0]}"
+    if fault["type"] == "extra_forbidden":  # names of the two bodies, but not this very name
+        matches = difflib.get_close_matches(field, _NAMES - {field}, n=1, cutoff=0.85)
+        hint = f"Did you mean {matches[0]}?" if matches else "Leave it out"
+        text = f"is not supported here. {hint}"
+    elif fault["type"] == "missing":
+        text = "is missing"
+    return Refused(400, f"{field or 'the body'} {text}", field=field or None)
 
 
 _NAMES = {*ChatBody.model_fields, *TextBody.model_fields}
@@ -433,7 +433,7 @@ def places(error: BaseException) -> str:
 
     Its message is left out, because it may hold a client's text.
     """
-    before = error.__cause__ or error.__context__
-    lines = [places(before), "\nwhich led to\n"] if before is not None else []
+    cause = error.__cause__ or error.__context__
+    lines = [places(cause), "\nwhich led to\n"] if cause is not None else []
     lines += traceback.format_tb(error.__traceback__)
     return "".join(lines) + type(error).__name__

@@ -95,12 +95,12 @@ class Replica:
     async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[Message]:
         """The application's messages (ASGI); a caller that stops reading ends the request."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        unread = [{"type": "http.request", "body": body}]
+        requests = [{"type": "http.request", "body": body}]
 
         async def receive() -> Message:
-            if not unread:
+            if not requests:
                 await asyncio.Event().wait()  # if the client leaves, the task is cancelled
-            return unread.pop()
+            return requests.pop()
 
         task = asyncio.ensure_future(self._app(scope, receive, messages.put))
         task.add_done_callback(lambda _: messages.put_nowait(None))
@@ -125,7 +125,7 @@ def copies(
     threads = max(1, cores() // count)
     memory = kv_memory or psutil.virtual_memory().available // 2
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-    quiet = LoggingConfig(log_level="CRITICAL", enable_access_log=False)
+    log_config = LoggingConfig(log_level="CRITICAL", enable_access_log=False)
     deployment = serve.deployment(
         num_replicas=count,
         max_ongoing_requests=options.concurrency + options.queue + _SPARE,
@@ -135,21 +135,21 @@ def copies(
         graceful_shutdown_timeout_s=1.0,  # the front has waited for answers before
         max_constructor_retry_count=1,
         request_router_config=RequestRouterConfig.model_validate({"request_router_class": _ROUTER}),
-        logging_config=quiet,
+        logging_config=log_config,
     )(Replica)
     cpus = threads * count
     with cluster.started(num_cpus=cpus, object_store_memory=_OBJECTS_BYTES):
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # its errors are also raised
-        serve.start(proxy_location="Disabled", logging_config=quiet)
-        bound = deployment.bind(loading, options, memory // count)
+        serve.start(proxy_location="Disabled", logging_config=log_config)
+        app = deployment.bind(loading, options, memory // count)
         try:
-            handle = serve.run(bound, name=_NAME, route_prefix=None)
+            handle = serve.run(app, name=_NAME, route_prefix=None)
         except (RuntimeError, RayError) as error:
             statuses = serve.status().applications[_NAME].deployments.values()
-            told = "".join(status.message for status in statuses)
-            _, found, why = told.partition(_MARK)  # the line of a copy that could not load
-            said = why.splitlines()[0] if found else f"no copy of the model could start: {error}"
-            raise InvalidOption(said) from error
+            text = "".join(status.message for status in statuses)
+            _, mark, tail = text.partition(_MARK)  # the line of a copy that could not load
+            reason = tail.splitlines()[0] if mark else f"no copy of the model could start: {error}"
+            raise InvalidOption(reason) from error
         yield handle  # Serve ends with Ray; `serve.shutdown` would wait for processes that are gone
 
 
@@ -166,11 +166,11 @@ class _Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = bytes(await gate.read(Request(scope, receive), self._options))
-        told = {name: scope[name] for name in _PASSED & scope.keys()}
-        told["headers"] = [one for one in scope["headers"] if one[0] != b"authorization"]
-        belongs_to = await asyncio.to_thread(session, body)  # large ones take seconds
-        handle = self._handle.options(session_id=belongs_to, stream=True)
-        messages = cast("DeploymentResponseGenerator[Message]", handle.answer.remote(told, body))
+        fields = {name: scope[name] for name in _PASSED & scope.keys()}
+        fields["headers"] = [header for header in scope["headers"] if header[0] != b"authorization"]
+        session_id = await asyncio.to_thread(session, body)  # large ones take seconds
+        handle = self._handle.options(session_id=session_id, stream=True)
+        messages = cast("DeploymentResponseGenerator[Message]", handle.answer.remote(fields, body))
         try:
             with contextlib.suppress(ClientDisconnect):
                 await gate.unless_gone(receive, self._pass(messages, scope, send))
@@ -182,7 +182,7 @@ class _Front:
     ) -> None:
         """Pass a copy's messages on to the client; if the copy dies or is late, send an error."""
         limit = _READY_S + (0 if scope["path"] in gate.OPEN else self._options.timeout)
-        late = asyncio.get_running_loop().call_later(limit, messages.cancel)
+        timer = asyncio.get_running_loop().call_later(limit, messages.cancel)
         begun = streams = False
         try:
             async for message in messages:
@@ -192,7 +192,7 @@ class _Front:
                 if message["type"] == "http.response.start":
                     kind: bytes = dict(message["headers"]).get(b"content-type", b"")
                     begun, streams = True, kind.startswith(b"text/event-stream")
-                    late.cancel()
+                    timer.cancel()
                 await send(message)
         except RequestCancelledError:
             if not begun:
@@ -201,14 +201,14 @@ class _Front:
             logger.warning("a copy of the model ended: %s", type(error).__name__)
             if begun and not streams:
                 raise RuntimeError("the answer was cut") from None
-            ended = Refused(
+            refusal = Refused(
                 503, "the copy of the model that wrote this has ended. Send the request again"
             )
             if not begun:
-                raise ended from None
-            await send({"type": "http.response.body", "body": gate.event(ended.body()).encode()})
+                raise refusal from None
+            await send({"type": "http.response.body", "body": gate.event(refusal.body()).encode()})
         finally:
-            late.cancel()
+            timer.cancel()
 
 
 def session(body: bytes) -> str:
@@ -216,14 +216,14 @@ def session(body: bytes) -> str:
 
     Its turns all share the messages up to the first of a user, or the beginning of the prompt.
     """
-    found = None
+    fields = None
     with contextlib.suppress(InvalidData, UnicodeError):
-        found = files.parse_json(body.decode(), "the body")
-    if not isinstance(found, dict):
+        fields = files.parse_json(body.decode(), "the body")
+    if not isinstance(fields, dict):
         return ""
-    beginning, prompt = found.get("messages"), found.get("prompt")
+    beginning, prompt = fields.get("messages"), fields.get("prompt")
     if isinstance(beginning, list):
-        roles = [isinstance(one, dict) and one.get("role") for one in beginning]
+        roles = [isinstance(message, dict) and message.get("role") for message in beginning]
         beginning = beginning[: roles.index("user") + 1] if "user" in roles else beginning
     else:
         beginning = prompt[:_BEGINNING] if isinstance(prompt, str | list) else None

@@ -80,13 +80,13 @@ class Writer:
         count = len(job.choices)
         with self._lock:
             if self.open + count > self.options.concurrency + self.options.queue:
-                said = f"{self.open} answers are running or waiting. Try again soon"
-                raise Refused(429, said, headers={"Retry-After": "1"})
+                message = f"{self.open} answers are running or waiting. Try again soon"
+                raise Refused(429, message, headers={"Retry-After": "1"})
             self.open += count
         job.left = count
         readers = self._reader_of_long if job.size > _LONG else self._readers
-        read = readers.submit(self._read, job)
-        read.add_done_callback(lambda _: self._orders.put(lambda: self._begin(job, read)))
+        future = readers.submit(self._read, job)
+        future.add_done_callback(lambda _: self._orders.put(lambda: self._begin(job, future)))
 
     def cancel(self, job: Job) -> None:
         """Give up the choices of a job that are not complete."""
@@ -99,16 +99,16 @@ class Writer:
 
     def look(self) -> Future[Memory]:
         """Set the gauges between two rounds; gives the memory, or nothing after `stop`."""
-        found: Future[Memory] = Future()
+        future: Future[Memory] = Future()
 
         def answer() -> None:
-            if found.set_running_or_notify_cancel():
+            if future.set_running_or_notify_cancel():
                 running, memory = self._engine.texts - self._engine.waiting, self._engine.memory
                 self.metrics.show(running, self.open - running, *memory)
-                found.set_result(memory)
+                future.set_result(memory)
 
         self._orders.put(answer)
-        return found
+        return future
 
     def stop(self) -> None:
         self._stopping.set()
@@ -166,14 +166,14 @@ class Writer:
         self._speculator.read_ahead(self._asked(job.choices[0]))  # all have the same
         return [self._ids(choice) for choice in job.choices[:: job.n] if job.left]
 
-    def _begin(self, job: Job, read: Future[list[Tensor]]) -> None:
+    def _begin(self, job: Job, future: Future[list[Tensor]]) -> None:
         """Add a job's texts to the engine: all or none."""
         if not job.left:  # it was cancelled
             return
         try:
-            ids = read.result()
-            calls = [self._call(ids[at // job.n], one) for at, one in enumerate(job.choices)]
-            job.prompt_tokens = sum(one.shape[1] for one in ids)
+            ids = future.result()
+            calls = [self._call(ids[index // job.n], one) for index, one in enumerate(job.choices)]
+            job.prompt_tokens = sum(prompt.shape[1] for prompt in ids)
             self.metrics.count("prompt_tokens", by=job.prompt_tokens)
             for place, call in enumerate(calls):
                 running = self._engine.add(call.only(), call.speculation)
@@ -187,22 +187,22 @@ class Writer:
         """A prompt's ids, [1, P]. Raises InvalidPrompt, and Refused if they are too many."""
         raw, tools = choice.options.get("raw", False), list(choice.tools)
         ids = encode(self._speculator.tokenizer, choice.prompt, raw=raw, tools=tools)
-        count, most = ids.shape[1], min(self.options.max_prompt_tokens or self.room, self.room - 1)
-        if count > most:
+        count, limit = ids.shape[1], min(self.options.max_prompt_tokens or self.room, self.room - 1)
+        if count > limit:
             # clients recognise the error by its code, or by these words
-            said = f"the prompt has {count} tokens, the maximum context length is {most} tokens"
+            message = f"the prompt has {count} tokens, the maximum context length is {limit} tokens"
             field, code = "prompt" if raw else "messages", "context_length_exceeded"
-            raise Refused(400, f"{said}. Shorten the prompt", field=field, code=code)
+            raise Refused(400, f"{message}. Shorten the prompt", field=field, code=code)
         return ids
 
     def _call(self, ids: Tensor, choice: Choice) -> Request:
         """Make the Request for an answer, which ends at the model's last position."""
-        longest = min(choice.options["max_new_tokens"], self.room - ids.shape[1])
-        asked = self._asked(choice) | {"max_new_tokens": longest}
-        if stops := asked.pop("stop_strings", None):  # the prompt may hold them
-            ends, start = stop_strings(self._speculator.tokenizer, stops), ids.shape[1]
-            asked["stopping_criteria"] = [lambda text, scores: ends(text[:, start:], scores)]
-        return self._speculator.call(ids, asked)
+        max_tokens = min(choice.options["max_new_tokens"], self.room - ids.shape[1])
+        options = self._asked(choice) | {"max_new_tokens": max_tokens}
+        if stops := options.pop("stop_strings", None):  # the prompt may hold them
+            criterion, start = stop_strings(self._speculator.tokenizer, stops), ids.shape[1]
+            options["stopping_criteria"] = [lambda row, scores: criterion(row[:, start:], scores)]
+        return self._speculator.call(ids, options)
 
     def _asked(self, choice: Choice) -> GenerateOptions:
         if not choice.must_call or self.tool_format is None:
@@ -210,7 +210,7 @@ class Writer:
         return {**choice.options, "grammar": self.tool_format.grammar(choice.tools)}
 
     def _leave(self, job: Job) -> None:
-        for answer in [one for one in self._answers.values() if one.job is job]:
+        for answer in [answer for answer in self._answers.values() if answer.job is job]:
             answer.running.close()
             self._done(answer)
         with self._lock:
@@ -304,9 +304,9 @@ class Answer:
             choice=self.place,
             text=content,
             logprobs=[
-                self._likely(one.token, one.logprob)
-                | {"top_logprobs": [self._likely(*other) for other in one.top]}
-                for one in running.logprobs[begin:end]
+                self._likely(record.token, record.logprob)
+                | {"top_logprobs": [self._likely(*pair) for pair in record.top]}
+                for record in running.logprobs[begin:end]
             ],
             offsets=self._offsets[begin:end],
             told=None if explanation is None else explanation.shown(text, last=running.ended),
@@ -335,8 +335,8 @@ class Answer:
     def _likely(self, token: int, logprob: float) -> Json:
         """A part of a character has no bytes here: a tokenizer only gives text."""
         text = self._texts.of(token)
-        data = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
-        return {"token": text, "logprob": logprob, "bytes": data}
+        utf8 = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
+        return {"token": text, "logprob": logprob, "bytes": utf8}
 
 
 class Explanation:
@@ -362,13 +362,13 @@ class Explanation:
             }
             for index, token in enumerate(entry.draft_tokens)
         ]
-        took = 0.0 if entry.prefill else self._cost.steps(entry.origins, entry.heads)
+        cost = 0.0 if entry.prefill else self._cost.steps(entry.origins, entry.heads)
         tokens = [
             {"text": text, **_giver(*giver)}
             for text, giver in zip(texts, entry.givers, strict=True)
         ]
-        told = {"tokens": tokens, "drafts": drafts, "steps": round(took, 4), "ended": entry.ended}
-        self._waiting.append(told)
+        record = {"tokens": tokens, "drafts": drafts, "steps": round(cost, 4), "ended": entry.ended}
+        self._waiting.append(record)
 
     def rest(self, text: str) -> None:
         """Add the rest of an incomplete last character to the last token."""
@@ -378,19 +378,19 @@ class Explanation:
     def shown(self, text: str, *, last: bool = False) -> list[Json]:
         """The rounds that are complete now that `text` is shown; `last`: no more will be."""
         self._shown += len(text)
-        found = []
+        records = []
         while self._waiting:
-            told = self._waiting[0]
-            if not last and sum(len(token["text"]) for token in told["tokens"]) > self._shown:
+            record = self._waiting[0]
+            if not last and sum(len(token["text"]) for token in record["tokens"]) > self._shown:
                 break
-            found.append(self._waiting.pop(0))
-            for token in told["tokens"]:
+            records.append(self._waiting.pop(0))
+            for token in record["tokens"]:
                 token["text"] = token["text"][: self._shown]
                 self._shown -= len(token["text"])
-        return found
+        return records
 
 
-GIVERS = [{"source": s, "look": LOOKS[one.line], **one._asdict()} for s, one in SOURCES.items()]
+GIVERS = [{"source": s, "look": LOOKS[row.line], **row._asdict()} for s, row in SOURCES.items()]
 """The sources of tokens, for a page."""
 
 
@@ -410,31 +410,31 @@ class ToolFormat:
     def grammar(self, tools: Tools) -> str:
         """A Lark grammar for one call of one of the tools."""
         before, after = (json.dumps(text) if text else "" for text in (self.before, self.after))
-        ways, rules = [], ""
+        choices, rules = [], ""
         for number, tool in enumerate(tools):  # separate schemas: each $ref begins at its root
             name, schema = tool["function"]["name"], tool["function"].get("parameters")
-            begins = json.dumps(f'{{"name": "{name}", "{self.arguments}": ')
-            ways.append(f'{begins} arguments{number} "}}"')
+            prefix = json.dumps(f'{{"name": "{name}", "{self.arguments}": ')
+            choices.append(f'{prefix} arguments{number} "}}"')
             schema = {"type": "object", **(schema or {"properties": {}})}
             if schema.get("properties") == {}:  # no arguments
                 schema.setdefault("additionalProperties", False)
             rules += f"arguments{number}: %json {json.dumps(schema | {'x-guidance': WRITING})}\n"
-        return f"start: {before} ({' | '.join(ways)}) {after}\n{rules}"
+        return f"start: {before} ({' | '.join(choices)}) {after}\n{rules}"
 
     def calls(self, text: str, names: Collection[str]) -> Iterator[tuple[Json, str]]:
         """Yield the calls of `names` in a text, each with the text after it; raises for others."""
         before, after = self.before.strip(), self.after.strip()
-        _, more, text = text.partition(before) if before else ("", "{", text)
-        while more:
+        _, mark, text = text.partition(before) if before else ("", "{", text)
+        while mark:
             end = json.JSONDecoder().raw_decode(text := text.lstrip())[1]
-            said, text = text[:end], text[end:]  # its strings may hold both marks
+            call, text = text[:end], text[end:]  # its strings may hold both marks
             gap, _, text = text.partition(after) if after else (text, "", "")
-            rest, more, text = text.partition(before) if before else ("", "", "")
-            yield self._call(said + gap, names), rest
+            rest, mark, text = text.partition(before) if before else ("", "", "")
+            yield self._call(call + gap, names), rest
 
     def _call(self, text: str, names: Collection[str]) -> Json:
-        said = parse_json(text.strip(), "a call")
-        name, arguments = said["name"], said[self.arguments]
+        fields = parse_json(text.strip(), "a call")
+        name, arguments = fields["name"], fields[self.arguments]
         if name not in names or not isinstance(arguments, dict):
             raise InvalidData("no call of a known tool")
         function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
@@ -468,26 +468,26 @@ class Calls:
 
     def push(self, text: str) -> str:
         self._text += text
-        mark, said = self._form.before.strip(), self._text.lstrip()
+        mark, content = self._form.before.strip(), self._text.lstrip()
         if mark:
-            at = self._text.find(mark)
-            sure = at if at >= 0 else len(self._text) - begun_length(self._text, mark)
+            index = self._text.find(mark)
+            end = index if index >= 0 else len(self._text) - begun_length(self._text, mark)
         else:
-            sure = 0 if not said or said.startswith("{") else len(self._text)
-        shown = self._text[self._given : sure]
-        self._given += len(shown)
-        return shown
+            end = 0 if not content or content.startswith("{") else len(self._text)
+        piece = self._text[self._given : end]
+        self._given += len(piece)
+        return piece
 
     def end(self) -> tuple[str, list[Json]]:
         """The rest of the text, and the calls; if one of them is invalid, all of it is text."""
         try:
-            found = [*self._form.calls(self._text, self._names)]
+            pairs = [*self._form.calls(self._text, self._names)]
         except (InvalidData, LookupError, TypeError, ValueError, RecursionError):
-            found = []
-        if not found:
+            pairs = []
+        if not pairs:
             return self._text[self._given :], []
-        behind = "".join(rest for _, rest in found)
-        return behind if behind.strip() else "", [call for call, _ in found[: self._most]]
+        tail = "".join(text for _, text in pairs)
+        return tail if tail.strip() else "", [call for call, _ in pairs[: self._most]]
 
 
 # --- metrics that Prometheus reads at /metrics
@@ -535,15 +535,15 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=self._registry)
-        all_have: Any = {"namespace": "selfspec", "registry": self._registry}
-        self._gauges = [prometheus.Gauge(*one, **all_have) for one in _GAUGES.items()]
+        common: Any = {"namespace": "selfspec", "registry": self._registry}
+        self._gauges = [prometheus.Gauge(*pair, **common) for pair in _GAUGES.items()]
         self._counters = {
-            name: prometheus.Counter(name, said, labels, **all_have)
-            for name, (said, *labels) in _COUNTERS.items()
+            name: prometheus.Counter(name, text, labels, **common)
+            for name, (text, *labels) in _COUNTERS.items()
         }
         self._histograms = {
-            name: prometheus.Histogram(name, said, buckets=buckets, **all_have)
-            for name, (said, buckets) in _HISTOGRAMS.items()
+            name: prometheus.Histogram(name, text, buckets=buckets, **common)
+            for name, (text, buckets) in _HISTOGRAMS.items()
         }
 
     def count(self, name: str, *label: object, by: int = 1) -> None:
