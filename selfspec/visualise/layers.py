@@ -115,10 +115,10 @@ class LayerTrace:
 
     @property
     def stats(self) -> GenerationStats:
-        found = GenerationStats(num_layers=self.info.num_layers)
+        stats = GenerationStats(num_layers=self.info.num_layers)
         for entry in self.rounds:
-            found.add(entry)
-        return found
+            stats.add(entry)
+        return stats
 
     @property
     def cost(self) -> DraftCost:
@@ -129,7 +129,7 @@ class LayerTrace:
     def summary(self) -> str:
         """The decode's statistics, in a line."""
         stats = self.stats
-        ended = ", ".join(f"{ENDED[why]} {count}" for why, count in stats.ended.most_common())
+        ended = ", ".join(f"{ENDED[reason]} {count}" for reason, count in stats.ended.most_common())
         return (
             f"{counted(stats.new_tokens, 'token')}, {counted(stats.rounds, 'round')}, "
             f"{stats.compression_rate:.2f} tokens per verification, "
@@ -181,8 +181,8 @@ class LayerTrace:
                     f"{path}, line {number} is no line of a trace: {error}. "
                     'Make one: selfspec trace "..." --output FILE'
                 ) from error
-        told = [(n, token) for n, (entry, _) in enumerate(rounds) for token in entry.tokens]
-        if not places or told != [(place.round, place.token) for place in places]:
+        pairs = [(n, token) for n, (entry, _) in enumerate(rounds) for token in entry.tokens]
+        if not places or pairs != [(place.round, place.token) for place in places]:
             raise InvalidData(
                 f"{path}: rounds and places hold different tokens: the file is cut off"
             )
@@ -198,26 +198,26 @@ def _info(values: dict[str, Any]) -> TraceInfo:
             f"format version {version}, this selfspec reads {FORMAT_VERSION}. Trace again"
         )
     options = SpeculationOptions().updated(values.pop("options"))
-    found = record_of(TraceInfo, {**values, "options": options})
-    _ = found.taus  # a threshold for each layer
-    if not len(found.exit_layers) == len(found.head_kinds) == len(found.thresholds):
+    info = record_of(TraceInfo, {**values, "options": options})
+    _ = info.taus  # a threshold for each layer
+    if not len(info.exit_layers) == len(info.head_kinds) == len(info.thresholds):
         raise InvalidData("exit_layers, head_kinds and thresholds are not of one length")
-    if not all(0 <= layer < found.num_layers for layer in found.exit_layers):
-        raise InvalidData(f"exit layers {found.exit_layers}, the model has {found.num_layers}")
-    return found
+    if not all(0 <= layer < info.num_layers for layer in info.exit_layers):
+        raise InvalidData(f"exit layers {info.exit_layers}, the model has {info.num_layers}")
+    return info
 
 
 def _place(values: dict[str, Any], layers: tuple[int, ...], index: int) -> Place:
-    found = record_of(Place, values)
-    if (said := tuple(one.layer for one in found.layers)) != layers:
-        raise InvalidData(f"exit layers {[*said]} are not those of the first line")
-    for one in (found, *found.layers):
-        counts = {len(value) for name, value in vars(one).items() if "top_" in name}
+    place = record_of(Place, values)
+    if (numbers := tuple(record.layer for record in place.layers)) != layers:
+        raise InvalidData(f"exit layers {[*numbers]} are not those of the first line")
+    for record in (place, *place.layers):
+        counts = {len(value) for name, value in vars(record).items() if "top_" in name}
         if len(counts) > 1 or 0 in counts:
             raise InvalidData(f"guesses of {sorted(counts)} tokens, texts and probabilities")
-    if found.index != index:
-        raise InvalidData(f"place {found.index}, expected {index}")
-    return found
+    if place.index != index:
+        raise InvalidData(f"place {place.index}, expected {index}")
+    return place
 
 
 def _round(values: dict[str, Any], layers: tuple[int, ...]) -> tuple[Round, tuple[str, ...]]:
@@ -228,7 +228,7 @@ def _round(values: dict[str, Any], layers: tuple[int, ...]) -> tuple[Round, tupl
     entry = record_of(Round, values)
     count = len(entry.draft_tokens)
     parents = [*range(-1, count - 1)] if entry.parents is None else entry.parents
-    if any(len(each) != count for each in (entry.exit_layers, entry.sources, parents, texts)):
+    if any(len(column) != count for column in (entry.exit_layers, entry.sources, parents, texts)):
         raise InvalidData(f"a round of {count} drafts says more or less of them")
     if not all(-1 <= parent < index for index, parent in enumerate(parents)):
         raise InvalidData(f"parents {parents} are no tree of drafts")
@@ -256,8 +256,8 @@ class Gain(NamedTuple):
     def headline(self) -> str:
         rate = f"{self.times:.1f}× plain decoding"
         if not self.drafted:
-            words = "No draft was kept: each token took a pass of the whole model"
-            return f"{words}, {rate}" if self.times < 1 else words
+            text = "No draft was kept: each token took a pass of the whole model"
+            return f"{text}, {rate}" if self.times < 1 else text
         share = f"{self.drafted / self.tokens:.0%}".replace("%", " %")
         verdict = f", which {self.verdict}:" if self.verdict else ","
         return f"{share} of this answer came as drafts{verdict} {rate}"
@@ -291,17 +291,17 @@ def rejected(entry: Round) -> list[tuple[int, list[int]]]:
     Each branch comes with the index in `entry.tokens` of the token in the place where it begins.
     """
     parents = entry.parents or range(-1, len(entry.draft_tokens) - 1)
-    place = {-1: 0} | {draft: index + 1 for index, draft in enumerate(entry.kept)}
-    found: list[tuple[int, list[int]]] = []
+    places = {-1: 0} | {draft: index + 1 for index, draft in enumerate(entry.kept)}
+    branches: list[tuple[int, list[int]]] = []
     for draft, parent in enumerate(parents):
         if draft in entry.kept:
             continue
-        place[draft] = place[parent]
-        if found and found[-1][1][-1] == parent:
-            found[-1][1].append(draft)
+        places[draft] = places[parent]
+        if branches and branches[-1][1][-1] == parent:
+            branches[-1][1].append(draft)
         else:
-            found.append((place[draft], [draft]))
-    return found
+            branches.append((places[draft], [draft]))
+    return branches
 
 
 def right_from(trace: LayerTrace, place: Place) -> int | None:
@@ -311,19 +311,19 @@ def right_from(trace: LayerTrace, place: Place) -> int | None:
     """
     if place.final_top_tokens[0] != place.token:
         return None
-    first = trace.info.num_layers
-    for said in reversed(place.layers):
-        if said.top_tokens[0] != place.token:
+    layer = trace.info.num_layers
+    for guess in reversed(place.layers):
+        if guess.top_tokens[0] != place.token:
             break
-        first = said.layer
-    return first
+        layer = guess.layer
+    return layer
 
 
 def head_right(trace: LayerTrace, place: Place) -> int | None:
     """The first layer whose fitted head guesses the token, whatever deeper layers say."""
-    looked = zip(place.layers, trace.info.head_kinds, strict=True)
-    fitted = (said for said, kind in looked if kind != LOGIT_LENS)
-    return next((said.layer for said in fitted if said.top_tokens[0] == place.token), None)
+    pairs = zip(place.layers, trace.info.head_kinds, strict=True)
+    guesses = (guess for guess, kind in pairs if kind != LOGIT_LENS)
+    return next((guess.layer for guess in guesses if guess.top_tokens[0] == place.token), None)
 
 
 # --- texts with visible spaces and ends of lines
@@ -331,9 +331,9 @@ def head_right(trace: LayerTrace, place: Place) -> int | None:
 
 def visible(text: str) -> str:
     """Spaces, ends of lines and control characters made visible."""
-    hidden = (one for one in text if unicodedata.category(one)[0] in "CZ")  # controls, spaces
-    signs = {one: _VISIBLE.get(one, f"\\u{ord(one):04x}") for one in hidden}
-    return "".join(signs.get(one, one) for one in text) or "∅"
+    hidden = (char for char in text if unicodedata.category(char)[0] in "CZ")  # controls, spaces
+    signs = {char: _VISIBLE.get(char, f"\\u{ord(char):04x}") for char in hidden}
+    return "".join(signs.get(char, char) for char in text) or "∅"
 
 
 def readable(text: str, ends: str = "") -> str:

@@ -48,18 +48,18 @@ def inspect(
     """
     lenses, backbone = _lenses(speculator, all_layers=all_layers), speculator.backbone
     stream = speculator.stream(prompt, **options)
-    asked = stream.request.input_ids[0, stream.request.pads[0] :]
-    resolved = _resolved(speculator, stream.request.speculation)
+    prompt_ids = stream.request.input_ids[0, stream.request.pads[0] :]
+    settings = _resolved(speculator, stream.request.speculation)
     lossless = stream.drain().stats.lossless
-    taus = each_layer(resolved.exit.thresholds, resolved.exit.layers or ())
+    taus = each_layer(settings.exit.thresholds, settings.exit.layers or ())
     # thresholds are tuned for their own layers: others have the built-in one
     (built_in,) = Exit().thresholds
     thresholds = {layer: taus.get(layer, built_in) for layer in lenses}
     temperatures = {layer: lens.temperature for layer, lens in lenses.items()}
-    strength, texts = resolved.exit.anneal_strength, TokenTexts(speculator.tokenizer)
+    strength, texts = settings.exit.anneal_strength, TokenTexts(speculator.tokenizer)
     judge = ExitJudge(backbone.num_layers, thresholds, strength, temperatures)
     reader = Reader(lenses, judge, texts, tuple(getattr(speculator.heads, "layers", ())))
-    came = [*provenance(asked.tolist(), stream.rounds, resolved.ngram.size)]
+    records = [*provenance(prompt_ids.tolist(), stream.rounds, settings.ngram.size)]
     return LayerTrace(
         info=TraceInfo(
             base_model=speculator.label,
@@ -71,12 +71,12 @@ def inspect(
             exit_layers=tuple(lenses),
             head_kinds=tuple(lens.kind for lens in lenses.values()),
             thresholds=tuple(thresholds.values()),
-            options=resolved,
+            options=settings,
             lossless=lossless,
-            prompt=_words(prompt, asked, texts),
-            prompt_texts=tuple(texts.pieces(asked.tolist())),
+            prompt=_words(prompt, prompt_ids, texts),
+            prompt_texts=tuple(texts.pieces(prompt_ids.tolist())),
         ),
-        places=tuple(_places(backbone, reader, asked, came)),
+        places=tuple(_places(backbone, reader, prompt_ids, records)),
         rounds=tuple(stream.rounds),
         draft_texts=tuple(tuple(map(texts.of, entry.draft_tokens)) for entry in stream.rounds),
     )
@@ -87,16 +87,16 @@ def _lenses(speculator: Speculator, *, all_layers: bool) -> dict[int, Lens]:
     heads, backbone = speculator.heads, speculator.backbone
     if heads is None and not all_layers:
         raise HeadsNotFound("no exit heads to look through. Give --heads, or drop --no-all-layers")
-    every = [] if heads is None else [heads]
+    sets = [] if heads is None else [heads]
     if all_layers:
         lens = logit_lens(backbone.unembedding, backbone.num_layers, speculator.label)
-        every.insert(0, lens)
-    found = {
+        sets.insert(0, lens)
+    lenses = {
         layer: Lens(one[layer], one.config.head_type, one.config.temperatures.get(str(layer), 1.0))
-        for one in every
+        for one in sets
         for layer in one.config.exit_layers
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(lenses.items()))
 
 
 def _resolved(speculator: Speculator, options: SpeculationOptions) -> SpeculationOptions:
@@ -123,23 +123,23 @@ def _places(
     backbone: Backbone, reader: Reader, asked: Tensor, came: Sequence[tuple[dict[str, Any], int]]
 ) -> Iterator[Place]:
     """The tokens `came` after the prompt `asked` [P], with predictions from one pass over both."""
-    answer = [one["token"] for one, _ in came]
+    answer = [fields["token"] for fields, _ in came]
     ids = torch.cat([asked, asked.new_tensor(answer)])[None]
     predicts = torch.zeros_like(ids, dtype=torch.bool)
     predicts[:, len(asked) - 1 : -1] = True
     lenses, last = reader.lenses, backbone.num_layers
     deep = any(lens.head.reads_deep for lens in lenses.values())
     spec = FeatureSpec((*lenses, last), deep=deep, states=reader.states)
-    looked = features(backbone, spec, Batch(ids, predicts, predicts))
-    exits, behind = [one["exit_layer"] for one, _ in came], [drafts for _, drafts in came]
-    made = chained(lenses, looked.hidden, looked.deep, exits, behind)
+    states = features(backbone, spec, Batch(ids, predicts, predicts))
+    exits, counts = [fields["exit_layer"] for fields, _ in came], [drafts for _, drafts in came]
+    feats = chained(lenses, states.hidden, states.deep, exits, counts)
     texts = iter(reader.texts.pieces(answer))
     for rows in torch.arange(len(answer)).split(LOGIT_ROWS):
-        target_logits = backbone.logits(looked.hidden[last][rows])
+        target_logits = backbone.logits(states.hidden[last][rows])
         final = reader.likeliest(target_logits.log_softmax(-1))
-        tokens = looked.following[rows]
-        said = [reader.said(layer, made[layer][rows], target_logits, tokens) for layer in lenses]
-        for index, best, layers in zip(rows.tolist(), final, zip(*said, strict=True), strict=True):
+        tokens = states.following[rows]
+        preds = [reader.said(layer, feats[layer][rows], target_logits, tokens) for layer in lenses]
+        for index, best, layers in zip(rows.tolist(), final, zip(*preds, strict=True), strict=True):
             yield Place(
                 index=index,
                 text=next(texts),
@@ -160,26 +160,26 @@ def provenance(
     index = NgramIndex(size)
     index.extend(prompt)
     for number, entry in enumerate(rounds):
-        (_, begin), behind = index.find(), 0
+        (_, begin), drafts = index.find(), 0
         period = len(index.text) - begin
         for offset, (token, giver) in enumerate(zip(entry.tokens, entry.givers, strict=True)):
-            at = begin + offset % (period or 1)  # a copy may overlap itself
-            copied = giver.source == NGRAM and period and index.text[at] == token
-            left = giver.layer if giver.source == EXIT else None
+            position = begin + offset % (period or 1)  # a copy may overlap itself
+            copied = giver.source == NGRAM and period and index.text[position] == token
+            layer = giver.layer if giver.source == EXIT else None
             kind = "bonus" if giver.source == MODEL else "accepted"
             place = {"token": token, "kind": "prefill" if entry.prefill else kind, "round": number}
-            yield place | {"exit_layer": left, "copied_from": at if copied else None}, behind
-            behind = 0 if left is None else behind + 1
+            yield place | {"exit_layer": layer, "copied_from": position if copied else None}, drafts
+            drafts = 0 if layer is None else drafts + 1
         index.extend(entry.tokens)
 
 
-def _words(prompt: Prompt, asked: Tensor, texts: TokenTexts) -> str:
+def _words(prompt: Prompt, prompt_ids: Tensor, texts: TokenTexts) -> str:
     """The prompt for people: its text, its last message, or the text of all its tokens."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and isinstance(prompt[-1], dict):
         return prompt[-1]["content"]
-    return "".join(texts.pieces(asked.tolist()))
+    return "".join(texts.pieces(prompt_ids.tolist()))
 
 
 # --- predictions from hidden states
@@ -208,8 +208,8 @@ class Reader(NamedTuple):
         head, _, temperature = self.lenses[layer]
         logits = head.unembed(features)  # [R, V_draft]
         log_probs = (logits / temperature).log_softmax(-1)
-        kept = target_logits if head.draft_ids is None else target_logits[:, head.draft_ids]
-        target = kept.log_softmax(-1)  # over the draft vocabulary, as the head's
+        kept_logits = target_logits if head.draft_ids is None else target_logits[:, head.draft_ids]
+        target = kept_logits.log_softmax(-1)  # over the draft vocabulary, as the head's
         columns = (
             self.likeliest(log_probs, head),
             top_probability(logits, self.judge.temperature(layer)).tolist(),
@@ -247,9 +247,9 @@ class Reader(NamedTuple):
 
 def ranks(logits: Tensor, tokens: Tensor) -> Tensor:
     """Ranks of `tokens` [R] in logits [R, V], from 1; 0 if the logit is -inf. Ties share a rank."""
-    own = logits.gather(-1, tokens[:, None])
-    better: Tensor = (logits > own).sum(-1)
-    return torch.where(own[:, 0].isneginf(), 0, better + 1)
+    token_logits = logits.gather(-1, tokens[:, None])
+    better: Tensor = (logits > token_logits).sum(-1)
+    return torch.where(token_logits[:, 0].isneginf(), 0, better + 1)
 
 
 def chained(
@@ -264,15 +264,15 @@ def chained(
     `behind[n]`: drafts of exit heads directly before place n in its round. If there are any, heads
     read no deep state, as in decoding, but the features of the last draft, of `exits[n - 1]`.
     """
-    made = {layer: torch.empty_like(hidden[layer]) for layer in lenses}
-    known = None if deep is None else deep.clone()
+    feats = {layer: torch.empty_like(hidden[layer]) for layer in lenses}
+    deep_states = None if deep is None else deep.clone()
     for drafts in sorted(set(behind)):
-        rows = torch.tensor([n for n, found in enumerate(behind) if found == drafts])
-        if known is not None and drafts > 0:
+        rows = torch.tensor([n for n, count in enumerate(behind) if count == drafts])
+        if deep_states is not None and drafts > 0:
             for row in rows.tolist():
-                drafted = made[exits[row - 1]][row - 1]
-                known[row] = widened(drafted, drafted, known.shape[-1])
+                feature = feats[exits[row - 1]][row - 1]
+                deep_states[row] = widened(feature, feature, deep_states.shape[-1])
         for layer, lens in lenses.items():
-            beside = None if known is None else known[rows]
-            made[layer][rows] = lens.head.features(hidden[layer][rows], beside)
-    return made
+            deep_rows = None if deep_states is None else deep_states[rows]
+            feats[layer][rows] = lens.head.features(hidden[layer][rows], deep_rows)
+    return feats

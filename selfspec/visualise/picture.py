@@ -43,26 +43,26 @@ _OTHERS = (
 
 def save_card(trace: LayerTrace, path: Path) -> None:
     """Write the card as a PNG of 1200 x 675 pixels. Raises CannotWrite."""
-    found, left, (width, height) = gain(trace), 388, CARD
+    draft_gain, left, (width, height) = gain(trace), 388, CARD
     # the same trace gives the same file, which looks the same everywhere
     with mpl.rc_context({"font.family": families(_WORDS), "text.hinting": "none"}):
         sheet = _Sheet()
         sheet.box(0, 0, 340, height, pages.TONES["quiet"].light)
-        factor = f"{found.times:.1f}×"
+        factor = f"{draft_gain.times:.1f}×"
         sheet.write(factor, 40, 206, 104 if len(factor) < 5 else 80, weight="bold")
-        for number, words in enumerate(("as fast as", "plain decoding")):
-            sheet.write(words, 46, 262 + 38 * number, 27)
-        share = f"{100 * found.drafted / found.tokens:.0f} % came as drafts"
+        for number, text in enumerate(("as fast as", "plain decoding")):
+            sheet.write(text, 46, 262 + 38 * number, 27)
+        share = f"{100 * draft_gain.drafted / draft_gain.tokens:.0f} % came as drafts"
         sheet.write(share, 46, 344, 20, color=_DIM)
-        if found.verdict:
-            sheet.write(f"drafts {found.verdict}", 46, 374, 16, color=_DIM)
+        if draft_gain.verdict:
+            sheet.write(f"drafts {draft_gain.verdict}", 46, 374, 16, color=_DIM)
         sheet.write("selfspec", 46, height - 60, 26, weight="bold")
         name = drawable(readable(trace.info.base_model))
         sheet.write(fitting(name, 34), 46, height - 34, 14, color=_DIM)
-        top, asked = 40, _question(trace.info.prompt)
-        for number, words in enumerate(asked):
-            sheet.write(words, left, top + 20 + 28 * number, 20, color=_DIM)
-        top += 28 * len(asked) + 20 * bool(asked)
+        top, question = 40, _question(trace.info.prompt)
+        for number, text in enumerate(question):
+            sheet.write(text, left, top + 20 + 28 * number, 20, color=_DIM)
+        top += 28 * len(question) + 20 * bool(question)
         size, lines = _fitting(trace, width - left - 48, height - 74 - top)
         for number, line in enumerate(lines):
             sheet.line(line, left, top + number * _LEADING * size + size, size)
@@ -72,9 +72,9 @@ def save_card(trace: LayerTrace, path: Path) -> None:
 
 
 def _question(prompt: str) -> list[str]:
-    whole = Text(" ".join(drawable(readable(prompt)).split()))
-    first, *more = (line.plain.rstrip() for line in whole.wrap(_console(_ASKED), _ASKED))
-    return [line for line in (first, fitting(" ".join(more), _ASKED)) if line]
+    text = Text(" ".join(drawable(readable(prompt)).split()))
+    first, *rest = (line.plain.rstrip() for line in text.wrap(_console(_ASKED), _ASKED))
+    return [line for line in (first, fitting(" ".join(rest), _ASKED)) if line]
 
 
 def _console(columns: int) -> Console:
@@ -90,14 +90,14 @@ def _fitting(trace: LayerTrace, room: float, height: float) -> tuple[int, list[l
     code = [(size, count) for size in (*_SIZES, 20) if "```" in answer.plain]
     for size, allowed in (*code, *((size, math.inf) for size in _SIZES)):
         console = _console(int(room / (_CELL * size)))
-        lines, most = answer.wrap(console, console.width), int(height / (_LEADING * size))
-        if len(lines) <= min(most, allowed):
+        lines, limit = answer.wrap(console, console.width), int(height / (_LEADING * size))
+        if len(lines) <= min(limit, allowed):
             break
     for line in lines:
         line.rstrip()
-    if len(lines) > most:
-        lines[most - 1].append(" …")
-    return size, [list(line.render(console)) for line in lines[:most]]
+    if len(lines) > limit:
+        lines[limit - 1].append(" …")
+    return size, [list(line.render(console)) for line in lines[:limit]]
 
 
 class _Sheet:
@@ -123,24 +123,24 @@ class _Sheet:
     def line(self, line: list[Segment], left: float, base: float, size: float) -> None:
         """Draw a line of the answer; each draft is underlined, on the colour of its source."""
         for text, style, _ in line:
-            wide = _CELL * size * cell_len(text)
+            width = _CELL * size * cell_len(text)
             if style is not None and style.color is not None:
                 colour = style.color.get_truecolor().hex
-                self.box(left, base - 1.02 * size, wide, 1.36 * size, colour, alpha=0.2)
-                self.box(left, base + 0.34 * size, wide, 0.09 * size, colour)
-            said = text.lstrip(" ")
-            indent = _CELL * size * (len(text) - len(said))
-            self.write(said, left + indent, base, size, family=families(_ANSWER))
-            left += wide
+                self.box(left, base - 1.02 * size, width, 1.36 * size, colour, alpha=0.2)
+                self.box(left, base + 0.34 * size, width, 0.09 * size, colour)
+            body = text.lstrip(" ")
+            indent = _CELL * size * (len(text) - len(body))
+            self.write(body, left + indent, base, size, family=families(_ANSWER))
+            left += width
 
     def legend(self, trace: LayerTrace, left: float, base: float, size: float) -> None:
         for giver, count in ranked(givers(trace)):
             colour = giver.colour(trace.info.num_layers) or _OTHER
             self.box(left, base - 0.76 * size, 0.8 * size, 0.8 * size, colour)
-            words = f"{giver.words} {count}"
+            text = f"{giver.words} {count}"
             look = {"color": _DIM, "family": families(_ANSWER)}
-            self.write(words, left + 1.2 * size, base, size, **look)
-            left += _CELL * size * len(words) + 2.6 * size
+            self.write(text, left + 1.2 * size, base, size, **look)
+            left += _CELL * size * len(text) + 2.6 * size
 
 
 @cache

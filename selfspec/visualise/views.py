@@ -31,7 +31,7 @@ def render(trace: LayerTrace) -> str:
     info = trace.info
     # "<" is escaped, so that the JSON can neither close its element nor open another
     data = page_data(trace)
-    packed = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     html, _ = pages.page(
         "selfspec.visualise",
         "page",
@@ -40,7 +40,7 @@ def render(trace: LayerTrace) -> str:
         headline=escape(gain(trace).headline),
         facts=escape(f"{info.base_model} · {info.dtype}, {info.executor} · {trace.summary}"),
         prompt=escape(info.prompt),
-        data=packed.replace("<", "\\u003c"),
+        data=text.replace("<", "\\u003c"),
     )
     return html
 
@@ -53,13 +53,13 @@ def page_data(trace: LayerTrace) -> dict[str, Any]:
         return [words.setdefault(word, len(words)) for word in zip(tokens, texts, strict=True)]
 
     counts = dict(layers.ranked(givers(trace)))
-    vain = _rejected(trace)
+    rejects = _rejected(trace)
     places = [
         {
             "word": words.setdefault((place.token, place.text), len(words)),
             "round": place.round,
             "giver": list(counts).index(giver),
-            "rejected": vain[place.index],
+            "rejected": rejects[place.index],
             "copied_from": place.copied_from,
             "right_from": layers.right_from(trace, place),
             "head_right": layers.head_right(trace, place),
@@ -67,13 +67,13 @@ def page_data(trace: LayerTrace) -> dict[str, Any]:
             "probs": place.final_top_probs,
             "layers": [
                 {
-                    "top": tops(said.top_tokens, said.top_texts),
-                    "probs": said.top_probs,
-                    "sure": said.confidence,
-                    "rank": said.rank,
-                    "kl": said.divergence if math.isfinite(said.divergence) else None,
+                    "top": tops(guess.top_tokens, guess.top_texts),
+                    "probs": guess.top_probs,
+                    "sure": guess.confidence,
+                    "rank": guess.rank,
+                    "kl": guess.divergence if math.isfinite(guess.divergence) else None,
                 }
-                for said in place.layers
+                for guess in place.layers
             ],
         }
         for place, giver in zip(trace.places, givers(trace), strict=True)
@@ -103,15 +103,15 @@ def page_data(trace: LayerTrace) -> dict[str, Any]:
 
 def _rejected(trace: LayerTrace) -> defaultdict[int, list[dict[str, Any]]]:
     """Rejected drafts before each place: their texts, and the layer of the exit head, if any."""
-    found, begin = defaultdict[int, list[dict[str, Any]]](list), 0
+    rejects, begin = defaultdict[int, list[dict[str, Any]]](list), 0
     for entry, texts in zip(trace.rounds, trace.draft_texts, strict=True):
         for offset, branch in rejected(entry):
-            exits = entry.sources[branch[0]] == EXIT
-            layer = entry.exit_layers[branch[0]] if exits else None
+            is_exit = entry.sources[branch[0]] == EXIT
+            layer = entry.exit_layers[branch[0]] if is_exit else None
             text = "".join(texts[draft] for draft in branch)
-            found[begin + offset].append({"text": text, "visible": visible(text), "layer": layer})
+            rejects[begin + offset].append({"text": text, "visible": visible(text), "layer": layer})
         begin += len(entry.tokens)
-    return found
+    return rejects
 
 
 def _took(entry: Round, cost: DraftCost) -> tuple[float, float]:
@@ -136,10 +136,10 @@ def show(trace: LayerTrace, console: Console, *, rejected: bool = False) -> None
     """
     plain = not console.is_terminal or console.no_color or console.color_system is None
     marks = _Marks(trace, plain=plain, ascii_only=console.options.ascii_only, rejected=rejected)
-    said = gain(trace).headline
-    headline = Text(said.replace("×", "x") if marks.ascii_only else said, style="bold")
-    last = Text(trace.summary, style="dim")
-    parts = Group(marks.answer(), Text(), headline, *marks.legend(), last)
+    line = gain(trace).headline
+    headline = Text(line.replace("×", "x") if marks.ascii_only else line, style="bold")
+    summary = Text(trace.summary, style="dim")
+    parts = Group(marks.answer(), Text(), headline, *marks.legend(), summary)
     console.print(parts, soft_wrap=not console.is_terminal, highlight=False)
 
 
@@ -157,7 +157,7 @@ class _Marks:
         An end token is shown only with rejected drafts.
         """
         trace, text = self._trace, Text()
-        texts = iter([one.text for one in trace.places] if self._rejected else trace.answer)
+        texts = iter([place.text for place in trace.places] if self._rejected else trace.answer)
         for entry, drafts in zip(trace.rounds, trace.draft_texts, strict=True):
             if self._rejected and not entry.prefill:
                 text.append(self._between, style="dim")
@@ -171,8 +171,8 @@ class _Marks:
 
     def legend(self) -> Iterator[Text]:
         kept = Counter(givers(self._trace))
-        drafted = [Giver(*one) for entry in self._trace.rounds for one in entry.origins]
-        for giver, count in layers.ranked(drafted):
+        sources = [Giver(*origin) for entry in self._trace.rounds for origin in entry.origins]
+        for giver, count in layers.ranked(sources):
             line = Text()
             self._token(line, giver.words, giver)
             yield line.append(f": {kept[giver]} of {count} drafts kept")
@@ -184,23 +184,23 @@ class _Marks:
 
     def _token(self, to: Text, text: str, giver: Giver) -> None:
         """Append a token with its colour and mark; line feeds come after the mark."""
-        shown = self._shown(text, "⏎" if self._marked else "")
-        body = shown.rstrip("\n")
+        output = self._shown(text, "⏎" if self._marked else "")
+        body = output.rstrip("\n")
         layer = str(giver.layer) if giver.source == EXIT else ""
         mark = (SOURCES[giver.source].mark or layer) if self._marked and body else ""
         if mark:
             mark = f"^{mark}" if self.ascii_only else mark.translate(_SUPERSCRIPT)
         colour = giver.colour(self._trace.info.num_layers)
         to.append(body + mark, f"bold {colour}" if colour else "default")
-        to.append(shown[len(body) :])
+        to.append(output[len(body) :])
 
     def _crossed(self, to: Text, text: str) -> None:
         opening, closing = self._struck
-        shown = self._shown(text, "⏎").replace("\n", "")
-        body = shown.lstrip(" ")  # a struck space would join two words
-        to.append(" " * (len(shown) - len(body)))
+        output = self._shown(text, "⏎").replace("\n", "")
+        body = output.lstrip(" ")  # a struck space would join two words
+        to.append(" " * (len(output) - len(body)))
         to.append(f"{opening}{body}{closing}", style=f"strike {pages.REJECTED}")
 
     def _shown(self, text: str, ends: str) -> str:
-        shown = readable(text, ends)
-        return shown.encode("ascii", "backslashreplace").decode() if self.ascii_only else shown
+        output = readable(text, ends)
+        return output.encode("ascii", "backslashreplace").decode() if self.ascii_only else output
