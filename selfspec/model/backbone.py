@@ -81,12 +81,12 @@ class Backbone(Decoder):
         self.mixing = None if self.claims.steady else check.find_mixing(self, self._executor)
         """How the rows of a pass affect each other, for the user; None if they do not."""
         if self.mixing is not None:
-            said = (
+            text = (
                 "no drafts for %s: the rows of a pass change each other (%s), as with a "
                 "quantisation that has one scale for all rows, or hooks that depend on the number "
                 "of rows. Load the model without them to draft"
             )
-            logger.warning(said, type(model).__name__, self.mixing)
+            logger.warning(text, type(model).__name__, self.mixing)
         self._watch = ModelWatch(model)
         self._captured: set[Hashable] = set()
 
@@ -113,10 +113,10 @@ class Backbone(Decoder):
             return pages.nbytes // POSITIONS
         numbers = 0
         # from transformers 5.24 on layers may have different configs
-        for one in getattr(self.config, "per_layer_config", [self.config] * self.num_layers):
-            heads = getattr(one, "num_key_value_heads", None) or one.num_attention_heads
-            each = getattr(one, "head_dim", None) or self.hidden_size // one.num_attention_heads
-            numbers += 2 * heads * each
+        for layer in getattr(self.config, "per_layer_config", [self.config] * self.num_layers):
+            heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+            dim = getattr(layer, "head_dim", None) or self.hidden_size // layer.num_attention_heads
+            numbers += 2 * heads * dim
         return numbers * self.dtype.itemsize
 
     @cached_property
@@ -127,17 +127,17 @@ class Backbone(Decoder):
     @property
     def unembedding(self) -> Unembedding:
         """The unembedding, for exit heads. Raises UnsupportedModel if quantised or offloaded."""
-        weight, what = self.lm_head.weight, "lm_head's weight"
+        weight, name = self.lm_head.weight, "lm_head's weight"
         kinds, reason = (Tensor, nn.Parameter, QuantisedWeight), None
         if type(weight) not in kinds or not weight.is_floating_point():
             kind = type(getattr(weight, "data", weight)).__name__
             reason = f"quantised ({kind}). Exclude lm_head from the quantisation"
-        elif weight.is_meta or any(one.is_meta for one in self.parts.norm.parameters()):
-            what = what if weight.is_meta else "the final norm"
+        elif weight.is_meta or any(tensor.is_meta for tensor in self.parts.norm.parameters()):
+            name = name if weight.is_meta else "the final norm"
             reason = "offloaded. Keep it on a device"
         if reason is not None:
             raise UnsupportedModel(
-                f"exit heads read {what}, which is {reason}, or draft without heads: "
+                f"exit heads read {name}, which is {reason}, or draft without heads: "
                 "drafter='ngram'"
             )
         bias = getattr(self.lm_head, "bias", None)
@@ -154,19 +154,19 @@ class Backbone(Decoder):
         executor = self._executor
         if not rows.are_chains and self._no_trees is not None:
             raise self._no_trees
-        between = sorted(layer for layer in states or () if first < layer < last)
+        layers = sorted(layer for layer in states or () if first < layer < last)
         run = executor.run
-        if between and self.claims.keeps:
+        if layers and self.claims.keeps:
             run = partial(cast("FusedExecutor", executor).run, states=states)
         elif states is not None:
-            for layer in between:
+            for layer in layers:
                 hidden = self.run(hidden, first, layer, rows)
                 states[layer].append(hidden)
                 first = layer
         with self.mode():
             if len(rows.spans) == 1 or self.runs_many:
                 return run(hidden, first, last, rows)
-            return torch.cat([run(part, first, last, one) for part, one in rows.parts(hidden)])
+            return torch.cat([run(block, first, last, part) for block, part in rows.parts(hidden)])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of layer L, [T, d] -> target logits [T, V], float32."""
@@ -183,10 +183,10 @@ class Backbone(Decoder):
         self, start: int, depths: tuple[int, ...], counts: range, slots: int | None = None
     ) -> None:
         """Run each pass between `depths` once, so that no request waits for graph captures."""
-        kind = depths, counts, slots
-        if self.claims.replayed is None or kind in self._captured:
+        key = depths, counts, slots
+        if self.claims.replayed is None or key in self._captured:
             return
-        self._captured.add(kind)
+        self._captured.add(key)
         kv = KVCache(self.num_layers, slots)
         kv.extend(start, 0, self.num_layers)
         for count in counts:
@@ -244,8 +244,8 @@ class Backbone(Decoder):
         if not self.claims.joins:
             return False
         if "texts" not in self.passed and not check.isolates_sequences(self, self._executor):
-            said = "the %s executor lets texts of one pass change each other: each runs by itself"
-            logger.warning(said, self.executor_name)
+            text = "the %s executor lets texts of one pass change each other: each runs by itself"
+            logger.warning(text, self.executor_name)
             return False
         self.passed.add("texts")
         return True
@@ -253,17 +253,17 @@ class Backbone(Decoder):
     def _choose(self, name: str, passages: Sequence[check.Passage]) -> tuple[str, Executor]:
         """The executor `name`, or the fastest that runs. Raises UnsupportedModel."""
         best = {"cpu": "fused", "cuda": "cuda-graph"}.get(self.device.type, "generic")
-        asked, tried = name != AUTO, best if name == AUTO else name
+        asked, choice = name != AUTO, best if name == AUTO else name
         try:
-            return tried, self._made(tried, passages, asked=asked)
+            return choice, self._made(choice, passages, asked=asked)
         except Exception as error:  # on any failure the model's own modules run
-            self.refused[tried] = first_line(error)
+            self.refused[choice] = first_line(error)
             if asked:
                 raise UnsupportedModel(
-                    f"the {name} executor cannot run it: {self.refused[tried]}. Leave the "
+                    f"the {name} executor cannot run it: {self.refused[choice]}. Leave the "
                     "executor out, or choose generic"
                 ) from error
-            logger.debug("no %s executor: %s", tried, self.refused[tried])
+            logger.debug("no %s executor: %s", choice, self.refused[choice])
             return "generic", self.own
 
     def _made(self, name: str, passages: Sequence[check.Passage], *, asked: bool) -> Executor:
@@ -300,5 +300,5 @@ class Backbone(Decoder):
                 logger.debug("not in %s: %s", mode.__name__, error)
                 errors.append(error)
                 self.mode = without_gradients
-        why = f"does not run layer by layer: {first_line(errors[0])}"
-        raise unsupported(self.model, why) from errors[0]
+        reason = f"does not run layer by layer: {first_line(errors[0])}"
+        raise unsupported(self.model, reason) from errors[0]

@@ -41,7 +41,7 @@ more than this. Even in float64, the softmax of eager attention is float32."""
 def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise UnsupportedModel for features that would pass a short check but fail later."""
     config, name = text_config(model), type(model).__name__
-    meshes = (getattr(model, own, None) for own in ("_device_mesh", "_tp_size"))
+    meshes = (getattr(model, field, None) for field in ("_device_mesh", "_tp_size"))
     split = any(hasattr(one, "device_mesh") or hasattr(one, "ds_id") for one in model.parameters())
     if split or any(mesh is not None for mesh in meshes):
         raise UnsupportedModel(
@@ -62,18 +62,18 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     home = cast("Any", model).prepare_inputs_for_generation.__module__
     if not home.startswith("transformers."):
         lora = " (with LoRA wrap its get_base_model())" if home.startswith("peft.") else ""
-        why = f"prepares inputs by code of {home}, which is not called here{lora}"
-        raise unsupported(model, why)
+        reason = f"prepares inputs by code of {home}, which is not called here{lora}"
+        raise unsupported(model, reason)
 
 
 def _uncompiled(model: PreTrainedModel) -> Any:
     """The same modules in a new object that runs them without torch.compile."""
-    own = {**vars(model), "_compiled_call_impl": None}
-    if (before := getattr(own.get("forward"), _ORIGINAL, None)) is not None:
-        own["forward"] = before
-    plain = object.__new__(type(model))
-    object.__setattr__(plain, "__dict__", own)
-    return plain
+    attributes = {**vars(model), "_compiled_call_impl": None}
+    if (original := getattr(attributes.get("forward"), _ORIGINAL, None)) is not None:
+        attributes["forward"] = original
+    uncompiled = object.__new__(type(model))
+    object.__setattr__(uncompiled, "__dict__", attributes)
+    return uncompiled
 
 
 @contextmanager
@@ -112,36 +112,36 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
     Memory-mapped weights are released again, layer by layer.
     """
     count, ids = decoder.num_layers, _random_ids(decoder, seed=0)
-    theirs, ours = DynamicCache(), KVCache(count)
+    cache, kv = DynamicCache(), KVCache(count)
     blocks: list[tuple[Tensor, int, int | None, Any, KVCache]] = [
-        (ids[:_CHECK_PREFIX], 0, None, theirs, ours),
-        (ids[_CHECK_PREFIX:-1], _CHECK_PREFIX, None, theirs, ours),
-        (ids[-1:], len(ids) - 1, None, theirs, ours),  # some hooks depend on the number of rows
+        (ids[:_CHECK_PREFIX], 0, None, cache, kv),
+        (ids[_CHECK_PREFIX:-1], _CHECK_PREFIX, None, cache, kv),
+        (ids[-1:], len(ids) - 1, None, cache, kv),  # some hooks depend on the number of rows
     ]
     for start, filled in far_places(decoder):
-        both = PlantedKVCache(count, filled), PlantedKVCache(count, filled)
-        blocks.append((ids, start, filled, *both))
-    found, pages = list[Passage](), FilePages()
+        caches = PlantedKVCache(count, filled), PlantedKVCache(count, filled)
+        blocks.append((ids, start, filled, *caches))
+    passages, pages = list[Passage](), FilePages()
     with evaluation(decoder.model):
-        plain = _uncompiled(decoder.model)
-        for block, start, held, theirs, ours in blocks:
-            rows = Rows.of(ours, start, len(block), ids.device)
+        model = _uncompiled(decoder.model)
+        for block, start, held, cache, kv in blocks:
+            rows = Rows.of(kv, start, len(block), ids.device)
             with captured_outputs(decoder.layers, pages.release) as expected:
-                output = plain(block[None], position_ids=rows.positions[None], **{CACHE: theirs})
-            if (made := output.logits.shape[1]) != len(block):
-                why = f"runs {made} rows for {len(block)} tokens: it adds rows of its own"
-                raise unsupported(decoder.model, f"{why} (prompt tuning does)")
+                output = model(block[None], position_ids=rows.positions[None], **{CACHE: cache})
+            if (total := output.logits.shape[1]) != len(block):
+                reason = f"runs {total} rows for {len(block)} tokens: it adds rows of its own"
+                raise unsupported(decoder.model, f"{reason} (prompt tuning does)")
             hidden = [decoder.embed(block)]
             for index, layer in enumerate(decoder.layers[:count]):
                 hidden.append(decoder.own.run(hidden[-1], index, index + 1, rows))
                 pages.release(layer)
-                where = f"layer {index + 1}" + (f" after {start} positions" if start else "")
-                _require_equal(hidden[-1], expected[layer][0], where, decoder)
+                place = f"layer {index + 1}" + (f" after {start} positions" if start else "")
+                _require_equal(hidden[-1], expected[layer][0], place, decoder)
             logits = decoder.own.unembed(hidden[-1])[1]
             pages.release(decoder.lm_head)
             _require_equal(decoder.finish(logits), output.logits[0].float(), "the logits", decoder)
-            found.append(Passage(start, held, tuple(hidden), logits))
-    return found
+            passages.append(Passage(start, held, tuple(hidden), logits))
+    return passages
 
 
 def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passage]) -> None:
@@ -156,10 +156,10 @@ def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passag
             if held is not None:
                 kv = PlantedKVCache(decoder.num_layers, held)
             rows = Rows.of(kv, start, len(logits), hidden[0].device)
-            for layer, (before, ours) in enumerate(pairwise(hidden)):
-                theirs = other.run(before, layer, layer + 1, rows)
-                error = _error(theirs - ours, decoder.layers[layer])
-                if not error <= bound * _size(ours - before) + _rounding(ours):
+            for layer, (source, expected) in enumerate(pairwise(hidden)):
+                output = other.run(source, layer, layer + 1, rows)
+                error = _error(output - expected, decoder.layers[layer])
+                if not error <= bound * _size(expected - source) + _rounding(expected):
                     raise ValueError(f"layer {layer + 1} comes out differently at position {start}")
             if not _size(other.unembed(hidden[-1])[1] - logits) <= bound * _size(logits):
                 raise ValueError("the logits come out differently")
@@ -178,20 +178,20 @@ def check_trees(decoder: Decoder, executor: Executor) -> None:
     path = [0, len(ids) - 1]
     with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
         for start, held in [(0, 0), *far_places(decoder)]:
-            tree, alone = (PlantedKVCache(decoder.num_layers, held) for _ in range(2))
-            beside = Rows.of(tree, start, len(ids), ids.device, parents)
-            chain = Rows.of(alone, start, len(path), ids.device)
+            tree_kv, chain_kv = (PlantedKVCache(decoder.num_layers, held) for _ in range(2))
+            tree = Rows.of(tree_kv, start, len(ids), ids.device, parents)
+            chain = Rows.of(chain_kv, start, len(path), ids.device)
             hidden = decoder.embed(ids)
             for layer in range(decoder.num_layers):
-                found = executor.run(hidden, layer, layer + 1, beside)
+                output = executor.run(hidden, layer, layer + 1, tree)
                 expected = executor.run(hidden[path], layer, layer + 1, chain)
                 added = _size(expected - hidden[path].to(expected.device))
-                if not _size(found[path] - expected) <= bound * added + _rounding(expected):
+                if not _size(output[path] - expected) <= bound * added + _rounding(expected):
                     raise UnsupportedModel(
                         f"layer {layer + 1} comes out differently beside siblings, at position "
                         f"{start}: this model runs no trees of drafts. Draft chains"
                     )
-                hidden = found
+                hidden = output
 
 
 def isolates_sequences(decoder: Decoder, executor: Executor) -> bool:
@@ -202,15 +202,15 @@ def isolates_sequences(decoder: Decoder, executor: Executor) -> bool:
 
     def behind(caches: Sequence[KVCache]) -> list[Rows]:
         pairs = zip(caches, texts, strict=True)
-        return [Rows.of(one, one.length(0), len(text), ids.device) for one, text in pairs]
+        return [Rows.of(kv, kv.length(0), len(text), ids.device) for kv, text in pairs]
 
     with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
         parts = [decoder.embed(text) for text in texts]
         for _ in range(2):  # the second time after the cached rows of the first
-            each = zip(parts, behind(apart), strict=True)
-            expected = [executor.run(part, 0, layers, rows) for part, rows in each]
-            found = executor.run(torch.cat(parts), 0, layers, Rows.joined(behind(joined)))
-            if not torch.equal(found, torch.cat(expected)):
+            pairs = zip(parts, behind(apart), strict=True)
+            expected = [executor.run(part, 0, layers, rows) for part, rows in pairs]
+            output = executor.run(torch.cat(parts), 0, layers, Rows.joined(behind(joined)))
+            if not torch.equal(output, torch.cat(expected)):
                 return False
     return True
 
@@ -223,20 +223,20 @@ def far_places(decoder: Decoder) -> list[tuple[int, int]]:
     is filled, so a wider window is not tested.
     """
     rows, limit = _CHECK_PREFIX + _CHECK_BLOCK, decoder.max_positions
-    named = sorted(named_positions(decoder.config.to_dict(), limit))[:_MOST_NAMED]
-    starts = {max(0, min(place - _CHECK_PREFIX, limit - rows)) for place in (*named, limit)}
+    positions = sorted(named_positions(decoder.config.to_dict(), limit))[:_MOST_NAMED]
+    starts = {max(0, min(place - _CHECK_PREFIX, limit - rows)) for place in (*positions, limit)}
     return [(start, start if start <= _MOST_HELD else 0) for start in sorted(starts - {0})]
 
 
 def named_positions(fields: Mapping[str, Any], limit: int) -> set[int]:
     """Numbers below `limit` in a config, nested ones too, whose names refer to positions."""
-    found: set[int] = set()
+    positions: set[int] = set()
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            found |= named_positions(value, limit)
+            positions |= named_positions(value, limit)
         elif isinstance(value, int | float) and _NAMES_POSITIONS.search(name):
-            found |= {int(value)} if 1 < value < limit else set()
-    return found
+            positions |= {int(value)} if 1 < value < limit else set()
+    return positions
 
 
 class PlantedKVCache(KVCache):
@@ -258,11 +258,11 @@ class PlantedKVCache(KVCache):
         """Return what any KV cache returns, but keep nothing."""
         if self._keys[layer] is None:
             self._keys[layer] = self._room(None, keys, 0, self._planted + 1)
-            self._values[layer] = planted = self._room(None, values, 0, self._planted + 1)
-            self._mark(planted)
-        found = super().update(keys, values, layer)
+            self._values[layer] = buffer = self._room(None, values, 0, self._planted + 1)
+            self._mark(buffer)
+        contents = super().update(keys, values, layer)
         self._keys[layer] = self._values[layer] = None
-        return found
+        return contents
 
     def pages(self, count: int, first: int, layout: PageLayout) -> list[Page]:
         """All pages; the planted ones after the first share one empty page."""
@@ -325,16 +325,16 @@ def evaluation(model: PreTrainedModel) -> Iterator[None]:
             part.training = True
 
 
-def _require_equal(found: Tensor, expected: Tensor, where: str, decoder: Decoder) -> None:
-    if not torch.equal(found, expected.to(found.device)):
+def _require_equal(output: Tensor, expected: Tensor, place: str, decoder: Decoder) -> None:
+    if not torch.equal(output, expected.to(output.device)):
         if bool(expected.isnan().any()):
-            why = f"a weight is damaged, or numbers are too large for {decoder.dtype}"
-            said = f"{type(decoder.model).__name__} gives NaN at {where}: {why}"
-            raise UnsupportedModel(f"{said}. Load it in float32, or download it again")
-        difference = (found.float() - expected.to(found.device).float()).abs().max().item()
+            reason = f"a weight is damaged, or numbers are too large for {decoder.dtype}"
+            message = f"{type(decoder.model).__name__} gives NaN at {place}: {reason}"
+            raise UnsupportedModel(f"{message}. Load it in float32, or download it again")
+        difference = (output.float() - expected.to(output.device).float()).abs().max().item()
         raise unsupported(
             decoder.model,
-            f"differs from its own forward at {where} by up to {difference:.3g}: its decoder does "
+            f"differs from its own forward at {place} by up to {difference:.3g}: its decoder does "
             "more than embed, layers, norm, lm_head",
         )
 
@@ -363,41 +363,41 @@ def find_mixing(decoder: Decoder, executor: Executor) -> str | None:
         return None
     ids, kv = _random_ids(decoder, seed=2, count=rows), KVCache(decoder.num_layers)
     with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
-        behind, block = decoder.embed(ids).split([_BEHIND, 1 + _BESIDE])
-        first = Rows.of(kv, 0, _BEHIND, ids.device)
-        watched = Rows.of(kv, _BEHIND, 1 + _BESIDE, ids.device)
+        prefix, block = decoder.embed(ids).split([_BEHIND, 1 + _BESIDE])
+        prefix_rows = Rows.of(kv, 0, _BEHIND, ids.device)
+        block_rows = Rows.of(kv, _BEHIND, 1 + _BESIDE, ids.device)
         for layer in range(decoder.num_layers):
-            behind = executor.run(behind, layer, layer + 1, first)
-            alone = [
-                executor.run(row, layer, layer + 1, Rows.of(kv, _BEHIND + at, 1, ids.device))
-                for at, row in enumerate(block[:_ALONE].split(1))
+            prefix = executor.run(prefix, layer, layer + 1, prefix_rows)
+            singles = [
+                executor.run(row, layer, layer + 1, Rows.of(kv, _BEHIND + index, 1, ids.device))
+                for index, row in enumerate(block[:_ALONE].split(1))
             ]
             kv.truncate(_BEHIND, layer, layer + 1)
-            outlying = executor.run(_spiked(block), layer, layer + 1, watched)
+            spiked = executor.run(_spiked(block), layer, layer + 1, block_rows)
             kv.truncate(_BEHIND, layer, layer + 1)
-            before, block = block, executor.run(block, layer, layer + 1, watched)
-            added = block - before.to(block.device)
-            found = _change(block[:1], outlying[:1], added[:1])
+            source, block = block, executor.run(block, layer, layer + 1, block_rows)
+            added = block - source.to(block.device)
+            change = _change(block[:1], spiked[:1], added[:1])
             bound = _AGREEMENT[decoder.dtype] * _size(added[:_ALONE]) + _rounding(block[:_ALONE])
-            error = _error(torch.cat(alone) - block[:_ALONE], decoder.layers[layer])
-            if found is not None or not error <= bound:
-                return f"layer {layer + 1}, {found or _BY_COUNT}"
-        usual, outlying, single = (
-            decoder.finish(executor.unembed(each)[1])[:1]
-            for each in (block, _spiked(block), block[:1])
+            error = _error(torch.cat(singles) - block[:_ALONE], decoder.layers[layer])
+            if change is not None or not error <= bound:
+                return f"layer {layer + 1}, {change or _BY_COUNT}"
+        logits, spiked, single = (
+            decoder.finish(executor.unembed(hidden)[1])[:1]
+            for hidden in (block, _spiked(block), block[:1])
         )
-        found = _change(usual, outlying, usual)
-        if found is None and _size(single - usual) <= _AGREEMENT[decoder.dtype] * _size(usual):
+        change = _change(logits, spiked, logits)
+        if change is None and _size(single - logits) <= _AGREEMENT[decoder.dtype] * _size(logits):
             return None
-        return f"the logits, {found or _BY_COUNT}"
+        return f"the logits, {change or _BY_COUNT}"
 
 
-def _change(usual: Tensor, outlying: Tensor, added: Tensor) -> str | None:
+def _change(row: Tensor, spiked: Tensor, added: Tensor) -> str | None:
     """How much outlying neighbours change a row, [1, ..], relative to `added`, for the user."""
-    if torch.equal(usual, outlying):
+    if torch.equal(row, spiked):
         return None
-    change = _size(outlying - usual) / _size(added)
-    small = change <= _ROUNDING.get(usual.dtype, 0.0)
+    change = _size(spiked - row) / _size(added)
+    small = change <= _ROUNDING.get(row.dtype, 0.0)
     return None if small else f"by {change:.2g} of what it computes"
 
 

@@ -68,17 +68,17 @@ def this_machine(*, tiles: bool) -> Target:
     Raises OSError or SubprocessError without a compiler.
     """
     flags = "-march=native"
-    said = _run(*_FLAGS, flags, "-x", "c++", "-E", "-dM", os.devnull)
-    if not tiles and b"__AMX_TILE__" in said:
+    macros = _run(*_FLAGS, flags, "-x", "c++", "-E", "-dM", os.devnull)
+    if not tiles and b"__AMX_TILE__" in macros:
         flags += " -mno-amx-tile -mno-amx-bf16"  # the compiler asks for both
-    return Target(f"native-{hashlib.sha256(said).hexdigest()[:8]}", flags)
+    return Target(f"native-{hashlib.sha256(macros).hexdigest()[:8]}", flags)
 
 
 def library_name(source: Path, macro: str, target: Target) -> str:
     """SOURCE-TARGET-DIGEST.so; the digest is of the source, the headers beside it and the flags."""
     texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.hpp")))]
-    words = " ".join((*_FLAGS, target.flags, macro)).encode()
-    digest = hashlib.sha256(b"".join((*texts, words))).hexdigest()[:16]
+    flags = " ".join((*_FLAGS, target.flags, macro)).encode()
+    digest = hashlib.sha256(b"".join((*texts, flags))).hexdigest()[:16]
     return f"{source.stem}-{target.name}-{digest}.so"
 
 
@@ -88,10 +88,10 @@ def make_library(library: Path, source: Path, macro: str, target: Target) -> Non
     No OpenMP runtime is linked: its symbols are resolved from the runtime that is loaded.
     """
     with tempfile.TemporaryDirectory() as folder:
-        made, linked = Path(folder) / "made.o", Path(folder) / "made.so"
+        object_file, linked = Path(folder) / "made.o", Path(folder) / "made.so"
         options = (*_FLAGS, *target.flags.split(), macro)
-        _run(*options, "-c", str(source), "-o", str(made))
-        _run("-shared", str(made), "-o", str(linked))
+        _run(*options, "-c", str(source), "-o", str(object_file))
+        _run("-shared", str(object_file), "-o", str(linked))
         shutil.copyfile(linked, library)  # on a full disk this error is clearer than the linker's
 
 
@@ -109,5 +109,5 @@ def command() -> list[str]:
 
 
 def _run(*arguments: str) -> bytes:
-    words = [*command(), *arguments]
-    return subprocess.run(words, check=True, capture_output=True, timeout=600).stdout
+    line = [*command(), *arguments]
+    return subprocess.run(line, check=True, capture_output=True, timeout=600).stdout

@@ -64,11 +64,11 @@ class StaticSlots:
         self._tenants = dict.fromkeys(range(lanes), lambda: None)
 
     def size_of(self, lanes: int, slots: int) -> int:
-        return lanes * slots * sum(one.nbytes for both in self._samples for one in both)
+        return lanes * slots * sum(tensor.nbytes for pair in self._samples for tensor in pair)
 
     def strangers(self, caches: Sequence[KVCache]) -> int:
         """The number of other sequences that have a lane."""
-        return sum(one() not in (None, *caches) for one in self._tenants.values())
+        return sum(tenant() not in (None, *caches) for tenant in self._tenants.values())
 
     def lend(self, caches: Sequence[KVCache]) -> list[int]:
         """Return a lane for each cache; keys and values of new ones move there.
@@ -76,11 +76,11 @@ class StaticSlots:
         A new cache takes an unused lane, or the least recently used one, whose tenant moves out.
         """
         for kv in caches:
-            held = {lane: one() for lane, one in self._tenants.items()}
-            lane = next((lane for lane, one in held.items() if one is kv), None)
+            tenants = {lane: reference() for lane, reference in self._tenants.items()}
+            lane = next((lane for lane, tenant in tenants.items() if tenant is kv), None)
             if lane is None:
-                others = [lane for lane, one in held.items() if one not in caches]
-                lane = min((one for one in others if held[one] is None), default=others[0])
+                others = [lane for lane, tenant in tenants.items() if tenant not in caches]
+                lane = min((other for other in others if tenants[other] is None), default=others[0])
                 self._recall(lane)
                 keys, values = self._of_lane(lane)
                 for buffer in (*keys, *values):
@@ -93,9 +93,9 @@ class StaticSlots:
     def _recall(self, lane: int) -> None:
         """Move the lane's sequence into buffers of its own, unless it no longer exists."""
         if (tenant := self._tenants[lane]()) is not None:
-            held = max(tenant.length(layer) for layer in range(tenant.num_layers))
-            own = ([_zeros(one, held) for one in every] for every in self._of_lane(lane))
-            tenant.move_to(*own)
+            length = max(tenant.length(layer) for layer in range(tenant.num_layers))
+            buffers = ([_zeros(like, length) for like in views] for views in self._of_lane(lane))
+            tenant.move_to(*buffers)
         self._tenants[lane] = lambda: None
 
     def _of_lane(self, lane: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -119,8 +119,8 @@ class SlotView(NamedTuple):
         """Write [1, heads, rows, head_dim] at `places`; return seen slots, [1, heads, S, ..]."""
         self.keys.flatten(2, 3).index_copy_(2, self.places, keys)
         self.values.flatten(2, 3).index_copy_(2, self.places, values)
-        seen = self.keys[..., : self.seen, :], self.values[..., : self.seen, :]
-        return seen[0].flatten(2, 3), seen[1].flatten(2, 3)
+        views = self.keys[..., : self.seen, :], self.values[..., : self.seen, :]
+        return views[0].flatten(2, 3), views[1].flatten(2, 3)
 
 
 class Segment(NamedTuple):
@@ -169,12 +169,12 @@ def graph_capture(device: torch.device) -> Capture:
 
     def capture(work: Work) -> Work:
         with torch.cuda.device(device):  # streams belong to the current device
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
                 for _ in range(_WARM_UPS):
                     work()
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # thread_local: work of other threads on the GPU must not break this capture
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -204,11 +204,11 @@ class Replays:
 
     def run(self, key: Hashable, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs of `work`, by the graph of `key`; copy them before the next run."""
-        found = self._graphs.pop(key, None)
-        graph, held = found or self._captured(work, inputs)
-        self._graphs[key] = graph, held  # newest last
-        for address, one in zip(held, inputs, strict=True):
-            address.copy_(one)
+        entry = self._graphs.pop(key, None)
+        graph, buffers = entry or self._captured(work, inputs)
+        self._graphs[key] = graph, buffers  # newest last
+        for buffer, source in zip(buffers, inputs, strict=True):
+            buffer.copy_(source)
         return graph()
 
     def clear(self) -> None:
@@ -223,16 +223,16 @@ class Replays:
         if len(self._graphs) >= _MOST_GRAPHS:
             self._graphs.pop(next(iter(self._graphs)))
         with torch.inference_mode(False):  # else they could be written only in inference mode
-            held = [torch.zeros_like(one) for one in inputs]
-        work = partial(work, *held)
+            buffers = [torch.zeros_like(tensor) for tensor in inputs]
+        work = partial(work, *buffers)
         try:
-            return self._capture(work), held
+            return self._capture(work), buffers
         except RuntimeError as error:
             logger.warning(
                 "no CUDA graphs (%s): segments run uncaptured from now on", first_line(error)
             )
             self._capture = uncaptured
-            return work, held
+            return work, buffers
 
 
 ROW_COUNTS = (1, 2, 4, 8, 16)  # of a captured pass; fewer are padded, more (prompts) run uncaptured
@@ -265,10 +265,10 @@ def compiled_layer(compiler: str) -> Callable[..., Tensor]:
     work = torch.compile(run_layer, backend=compiler, fullgraph=True, dynamic=True, options=options)
     shapes: Any = torch.fx.experimental._config  # else equal numbers of rows and heads are merged
 
-    def through(*layer: Any, **given: Any) -> Tensor:
-        most = torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED)
-        with most, shapes.patch(use_duck_shape=False):
-            return work(*layer, **given)
+    def through(*arguments: Any, **keywords: Any) -> Tensor:
+        limit = torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED)
+        with limit, shapes.patch(use_duck_shape=False):
+            return work(*arguments, **keywords)
 
     return through
 
@@ -325,43 +325,43 @@ class CudaGraphExecutor:
         # whether sequences keep their bits in a shared pass is tested when there are several
         self.claims = Claims(replayed=self._replayed, joins=self._alike > 1)
 
-    def _compare(self, expected: Sequence[Tensor], what: str) -> None:
-        for found, right in zip(self._trial(), expected, strict=True):
-            error = (found.float() - right.float()).square().mean().sqrt()
-            if not float(error) <= _TRIAL_ERROR * float(right.float().square().mean().sqrt()):
-                raise ValueError(f"{what} comes out differently")
+    def _compare(self, expected: Sequence[Tensor], name: str) -> None:
+        for output, reference in zip(self._trial(), expected, strict=True):
+            error = (output.float() - reference.float()).square().mean().sqrt()
+            if not float(error) <= _TRIAL_ERROR * float(reference.float().square().mean().sqrt()):
+                raise ValueError(f"{name} comes out differently")
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         counts = [span.count for span in rows.spans]
         parts = list(hidden.split(counts))  # each is replaced by its output
         with self._lock:
             self._make_room(rows.spans, first)
-            waiting = self._in_order(rows.spans)
-            while waiting:
-                some = waiting[: self._together([counts[at] for at in waiting])]
-                waiting = waiting[len(some) :]
-                block = parts[some[0]] if len(some) == 1 else torch.cat([parts[at] for at in some])
-                output = self._pass(block, first, last, [rows.spans[at] for at in some])
-                for at, part in zip(some, output.split([counts[at] for at in some]), strict=True):
+            queue = self._in_order(rows.spans)
+            while queue:
+                turn = queue[: self._together([counts[at] for at in queue])]
+                queue = queue[len(turn) :]
+                block = parts[turn[0]] if len(turn) == 1 else torch.cat([parts[at] for at in turn])
+                output = self._pass(block, first, last, [rows.spans[at] for at in turn])
+                for at, part in zip(turn, output.split([counts[at] for at in turn]), strict=True):
                     parts[at] = part
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _make_room(self, spans: Sequence[Span], first: int) -> None:
         """Add or lengthen lanes if sequences need them; then all passes are captured again."""
-        held, caches = self._slots, [span.kv for span in spans]
-        texts = len(caches) + held.strangers(caches)
-        lanes = max(held.lanes, min(self._most_lanes, 1 << (texts - 1).bit_length()))
-        slots = max(held.slots, *(self._count(_needed(span, first)) for span in spans))
-        if (lanes, slots) != (held.lanes, held.slots):
-            room = (free_bytes(self._hidden.device) + held.size_of(held.lanes, held.slots)) / 2
-            while lanes > 1 and held.size_of(lanes, slots) > room:
+        pool, caches = self._slots, [span.kv for span in spans]
+        count = len(caches) + pool.strangers(caches)
+        lanes = max(pool.lanes, min(self._most_lanes, 1 << (count - 1).bit_length()))
+        slots = max(pool.slots, *(self._count(_needed(span, first)) for span in spans))
+        if (lanes, slots) != (pool.lanes, pool.slots):
+            room = (free_bytes(self._hidden.device) + pool.size_of(pool.lanes, pool.slots)) / 2
+            while lanes > 1 and pool.size_of(lanes, slots) > room:
                 lanes //= 2
-        while (lanes, slots) != (held.lanes, held.slots):
-            said = "room for %d texts of %d positions: passes are captured again"
-            logger.info(said, lanes, slots)
+        while (lanes, slots) != (pool.lanes, pool.slots):
+            text = "room for %d texts of %d positions: passes are captured again"
+            logger.info(text, lanes, slots)
             self.replays.clear()
             try:
-                held.grow(lanes, slots)
+                pool.grow(lanes, slots)
             except torch.OutOfMemoryError:  # use fewer lanes, which sequences share in turns
                 if lanes == 1:
                     raise
@@ -376,8 +376,8 @@ class CudaGraphExecutor:
 
     def _together(self, counts: Sequence[int]) -> int:
         """How many of the first sequences share a pass: one, or as many as keep their bits."""
-        rows = accumulate(counts[: self._slots.lanes])
-        return max(1, sum(count <= self._alike for count in rows))
+        totals = accumulate(counts[: self._slots.lanes])
+        return max(1, sum(total <= self._alike for total in totals))
 
     def _pass(self, hidden: Tensor, first: int, last: int, spans: Sequence[Span]) -> Tensor:
         count, padded = len(hidden), _padded(len(hidden))
@@ -401,31 +401,31 @@ class CudaGraphExecutor:
 
     def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         pieces = hidden.split(self._alike) if self._alike > 1 else (hidden,)
-        found = [self._replayed("unembed", self._generic.unembed, piece) for piece in pieces]
-        normed, logits = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+        pairs = [self._replayed("unembed", self._generic.unembed, piece) for piece in pieces]
+        normed, logits = pairs[0] if len(pairs) == 1 else map(torch.cat, zip(*pairs, strict=True))
         return normed, logits
 
     def _replayed(self, key: Hashable, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
         if (padded := _padded(count := len(inputs[0]))) is None:
             return work(*inputs)
-        rows = [with_zeros(one, padded) for one in inputs]
+        blocks = [with_zeros(block, padded) for block in inputs]
         with self._lock:
-            outputs = self.replays.run((key, padded, len(inputs)), work, *rows)
+            outputs = self.replays.run((key, padded, len(inputs)), work, *blocks)
             return tuple(output[:count].clone() for output in outputs)
 
     def _plant(self, spans: Sequence[Span], lanes: Sequence[int]) -> None:
         """Upload which rows see which others, and their lanes."""
-        follows = _follows(spans)
-        if (planted := [*zip(lanes, follows, strict=True)]) == self._planted:
+        trees = _follows(spans)
+        if (planted := [*zip(lanes, trees, strict=True)]) == self._planted:
             return
-        counts = torch.tensor([len(parents) for parents in follows])
+        counts = torch.tensor([len(parents) for parents in trees])
         roots = (counts.cumsum(0) - counts).repeat_interleave(counts)
         numbers = [
-            [one for parents in follows for one in of(parents)] for of in (depths, held_behind)
+            [number for parents in trees for number in of(parents)] for of in (depths, held_behind)
         ]
         by_row = torch.tensor(lanes).repeat_interleave(counts)
-        sees = torch.block_diag(*map(ancestors, follows)).long()
-        tree = torch.cat([sees, torch.tensor(numbers), roots[None], by_row[None]])
+        visible = torch.block_diag(*map(ancestors, trees)).long()
+        tree = torch.cat([visible, torch.tensor(numbers), roots[None], by_row[None]])
         pinned = tree.pin_memory() if self._tree.is_cuda else tree
         self._tree.copy_(pinned, non_blocking=True)
         self._planted = planted
@@ -439,11 +439,11 @@ class CudaGraphExecutor:
             torch.add(self._offsets[:count], starts[0], out=slots)
             return
         rows = [
-            (span.start + depth, start + at)
+            (span.start + depth, start + row)
             for span, start, parents in zip(spans, starts, _follows(spans), strict=True)
-            for at, depth in enumerate(depths(parents))
+            for row, depth in enumerate(depths(parents))
         ]
-        numbers = [number for each in zip(*rows[:count], strict=True) for number in each]
+        numbers = [number for column in zip(*rows[:count], strict=True) for number in column]
         self._where[:, :count] = upload(numbers, slots.device).view(2, count)
 
     @torch.inference_mode(False)  # else buffers are normal tensors and outputs inference tensors
@@ -454,11 +454,11 @@ class CudaGraphExecutor:
         masks = {
             kind: self._mask(kind, of) for kind in {*self._generic.layer_types[of.first : of.last]}
         }
-        held, some = self._slots, slice(of.begin, of.begin + of.size)
-        places = lanes * held.slots + slots
+        pool, part = self._slots, slice(of.begin, of.begin + of.size)
+        places = lanes * pool.slots + slots
         views = [
-            SlotView(keys[:, :, some], values[:, :, some], places, of.seen)
-            for keys, values in zip(held.keys, held.values, strict=True)
+            SlotView(keys[:, :, part], values[:, :, part], places, of.seen)
+            for keys, values in zip(pool.keys, pool.values, strict=True)
         ]
         hidden = self._hidden[None, : of.rows].clone()  # not a view, like the input of later layers
         run = self._generic.run_layers
@@ -468,16 +468,16 @@ class CudaGraphExecutor:
     def _mask(self, kind: str, of: Segment) -> Tensor:
         """The mask [1, 1, rows, lanes * seen] as by transformers, from numbers on the device."""
         (positions, slots), tree = self._where[:, : of.rows], self._tree[:, : of.rows]
-        every = torch.arange(of.size * of.seen, device=slots.device)
-        lane, slot = every // of.seen, every % of.seen
-        row = torch.full_like(every, -1)  # the row of this pass in each slot
+        places = torch.arange(of.size * of.seen, device=slots.device)
+        lane, slot = places // of.seen, places % of.seen
+        row = torch.full_like(places, -1)  # the row of this pass in each slot
         row.index_copy_(0, tree[_LANES] * of.seen + slots, self._offsets[: of.rows])
-        ours, row = row >= 0, row.clamp(min=0)
-        begins = slots.index_select(0, tree[_ROOTS]) - tree[_UNSEEN]
-        held = (lane == tree[_LANES, :, None]) & (slot < begins[:, None])
-        visible = held | (ours & tree.index_select(1, row)[: of.rows].bool())
-        stands = torch.where(ours, positions.index_select(0, row), slot)
-        visible = in_reach(visible, kind, self._decoder.config, positions, stands)
+        fresh, row = row >= 0, row.clamp(min=0)
+        ends = slots.index_select(0, tree[_ROOTS]) - tree[_UNSEEN]
+        held = (lane == tree[_LANES, :, None]) & (slot < ends[:, None])
+        visible = held | (fresh & tree.index_select(1, row)[: of.rows].bool())
+        slot_positions = torch.where(fresh, positions.index_select(0, row), slot)
+        visible = in_reach(visible, kind, self._decoder.config, positions, slot_positions)
         return as_mask(visible, self._decoder.config, self._hidden)
 
     def _count(self, needed: int) -> int:
@@ -491,39 +491,39 @@ class CudaGraphExecutor:
         device = embed.weight.device
         ids = torch.zeros(1, dtype=torch.int64, device=device)
         self._generic.run(embed(ids), 0, self._num_layers, Rows.of(kv, 0, 1, device))
-        held = [kv.first(1, layer) for layer in range(self._num_layers)]
-        return [(keys.clone(), values.clone()) for keys, values in held]  # free the larger buffers
+        pairs = [kv.first(1, layer) for layer in range(self._num_layers)]
+        return [(keys.clone(), values.clone()) for keys, values in pairs]  # free the larger buffers
 
     def _trial(self) -> list[Tensor]:
         """Outputs and logits of a few passes over a text, at the first and the last positions."""
         last = int(self._decoder.config.max_position_embeddings) - sum(_TRIAL_ROWS)
-        return [one for start in (0, max(0, last)) for one in self._passes(_TRIAL_ROWS, start)]
+        return [rows for start in (0, max(0, last)) for rows in self._passes(_TRIAL_ROWS, start)]
 
     def _rows_alike(self) -> int:
         """The maximum number of rows in a pass that keep the bits of single-row passes."""
 
         def bits(count: int) -> Tensor:
-            found = self._passes([count] * (_MOST_ROWS // count))
-            return torch.cat([torch.cat(found[kind::3]) for kind in range(3)], 1)
+            outputs = self._passes([count] * (_MOST_ROWS // count))
+            return torch.cat([torch.cat(outputs[kind::3]) for kind in range(3)], 1)
 
-        expected, alike = bits(1), 1
+        expected, rows = bits(1), 1
         for count in ROW_COUNTS[1:]:
             if not torch.equal(bits(count), expected):
                 break
-            alike = count
-        return alike
+            rows = count
+        return rows
 
     @torch.no_grad()
     def _passes(self, counts: Sequence[int], start: int = 0) -> list[Tensor]:
         """Output, normed rows and logits of successive passes of `counts` rows."""
         weight, kv = self._decoder.embed_tokens.weight, KVCache(self._num_layers)
         ids = torch.arange(sum(counts), device=weight.device) % len(weight)
-        found = list[Tensor]()
+        outputs = list[Tensor]()
         for block in ids.split(list(counts)):
             rows = Rows.of(kv, start + kv.length(0), len(block), weight.device)
-            found.append(self.run(self._decoder.embed_tokens(block), 0, self._num_layers, rows))
-            found += self.unembed(found[-1])
-        return found
+            outputs.append(self.run(self._decoder.embed_tokens(block), 0, self._num_layers, rows))
+            outputs += self.unembed(outputs[-1])
+        return outputs
 
 
 def _needed(span: Span, first: int) -> int:
@@ -535,11 +535,11 @@ def _needed(span: Span, first: int) -> int:
 
 def _follows(spans: Sequence[Span]) -> list[tuple[int, ...]]:
     """For each sequence, the row that each row follows; padding continues the last sequence."""
-    found = [
-        tuple(range(-1, one.count - 1)) if one.parents is None else one.parents for one in spans
+    trees = [
+        tuple(range(-1, span.count - 1)) if span.parents is None else span.parents for span in spans
     ]
-    held, last = sum(map(len, found)), len(found[-1])
-    return [*found[:-1], (*found[-1], *range(last - 1, last - 1 + _MOST_ROWS - held))]
+    total, last = sum(map(len, trees)), len(trees[-1])
+    return [*trees[:-1], (*trees[-1], *range(last - 1, last - 1 + _MOST_ROWS - total))]
 
 
 def _padded(count: int) -> int | None:

@@ -50,11 +50,11 @@ def of(model: nn.Module) -> str:
     the same fingerprint in every dtype. UNKNOWN, with a warning, for weights that were quantised on
     loading, or are not in memory.
     """
-    kept: dict[int, tuple[str, Tensor]] = {}
+    unique: dict[int, tuple[str, Tensor]] = {}
     for name, weight in model.state_dict(keep_vars=True).items():
         if isinstance(weight, Tensor):
-            kept.setdefault(id(weight), (name, weight))
-    weights = dict(sorted(kept.values(), key=itemgetter(0)))
+            unique.setdefault(id(weight), (name, weight))
+    weights = dict(sorted(unique.values(), key=itemgetter(0)))
     if reason := _unreadable(model, weights):
         logger.warning("the model has no fingerprint: %s. What fits it is not checked", reason)
         return UNKNOWN
@@ -71,14 +71,14 @@ def of_loaded(model: PreTrainedModel, loaded_from: tuple[FileStamp, ...]) -> str
     if not _as_stamped(loaded_from):
         return of(model)
     key = _FORMAT_VERSION, metadata.version("transformers"), str(model.dtype), loaded_from
-    place = cache_folder() / "fingerprints" / hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    file = cache_folder() / "fingerprints" / hashlib.sha256(json.dumps(key).encode()).hexdigest()
     with suppress(OSError, ValueError):  # missing, or damaged
-        if re.fullmatch("[0-9a-f]{64}", known := place.read_text(encoding="ascii")):
+        if re.fullmatch("[0-9a-f]{64}", known := file.read_text(encoding="ascii")):
             return known
-    if (found := of(model)) != UNKNOWN:
+    if (fingerprint := of(model)) != UNKNOWN:
         with suppress(CannotWrite):  # a read-only folder only costs time
-            files.write(place, found)
-    return found
+            files.write(file, fingerprint)
+    return fingerprint
 
 
 class Passed:
@@ -161,8 +161,8 @@ def _of_tensor(weight: Tensor) -> str:
 def stamps(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
     """The stamp of each file; empty if one is missing."""
     try:
-        real = [Path(os.path.realpath(path)) for path in paths]
-        return tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in real)
+        targets = [Path(os.path.realpath(path)) for path in paths]
+        return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in targets)
     except OSError:
         return ()
 
@@ -229,36 +229,36 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        named = _modules(model)
-        self._owners = dict([*named, *_configs(named)])
-        self._attributes = [vars(one) for one in self._owners.values()]
+        modules = _modules(model)
+        self._owners = dict([*modules, *_configs(modules)])
+        self._attributes = [vars(owner) for owner in self._owners.values()]
         self._first = self._copies = _copied(self._attributes)
-        self._weights = list(_weights(named))
+        self._weights = list(_weights(modules))
         # an offloaded weight is a new object after every pass
-        here = {one.path: one.tensor for one in self._weights if not one.tensor.is_meta}
-        placed = {path: one for path, one in here.items() if type(one) in _PLAIN}  # have an address
-        counting = {path: one for path, one in here.items() if not one.is_inference()}
+        tensors = {w.path: w.tensor for w in self._weights if not w.tensor.is_meta}
+        plain = {path: t for path, t in tensors.items() if type(t) in _PLAIN}  # have an address
+        versioned = {path: t for path, t in tensors.items() if not t.is_inference()}
         self._asked: list[tuple[str, Callable[[Any], object], dict[str, Any]]] = [
             ("{0} is a {2.__name__}, it was a {1.__name__}", type, self._owners),
-            ("{0} was cast from {1} to {2}", attrgetter("dtype"), placed),
-            ("{0} was moved to {2}", attrgetter("device"), placed),
-            ("{0} was replaced", Tensor.data_ptr, placed),
-            ("{0} was changed", attrgetter("_version"), counting),
+            ("{0} was cast from {1} to {2}", attrgetter("dtype"), plain),
+            ("{0} was moved to {2}", attrgetter("device"), plain),
+            ("{0} was replaced", Tensor.data_ptr, plain),
+            ("{0} was changed", attrgetter("_version"), versioned),
         ]
         """Message for a change, function to compare, and the objects to compare by path."""
         self._answers = self._ask()
         # weights of compressed-tensors lie in no dict: only the functions above compare them
-        kept = [w for w in self._weights if not w.tensor.is_meta and isinstance(w.place, dict)]
-        self._places, self._names = [one.place for one in kept], [one.name for one in kept]
-        self._tensors = [one.tensor for one in kept]
+        weights = [w for w in self._weights if not w.tensor.is_meta and isinstance(w.place, dict)]
+        self._places, self._names = [w.place for w in weights], [w.name for w in weights]
+        self._tensors = [w.tensor for w in weights]
         self._ends: list[tuple[str, Array[c_char]]] = []
         """Path and first word, path and last word of each weight in memory, read in place."""
         for weight in self._weights:
             tensor = getattr(weight.tensor, "blocks", weight.tensor)
             if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous():
                 size = min(_WORD, tensor.nbytes)
-                for at in (0, tensor.nbytes - size) if size else ():
-                    word = (c_char * size).from_address(tensor.data_ptr() + at)
+                for offset in (0, tensor.nbytes - size) if size else ():
+                    word = (c_char * size).from_address(tensor.data_ptr() + offset)
                     self._ends.append((weight.path, word))
         self._words = self._read()
 
@@ -268,8 +268,8 @@ class ModelWatch:
             for reason in self._changes():
                 return reason
             self._copies = _copied(self._attributes)  # only idle attributes changed
-        for (path, _), was, word in zip(self._ends, self._words, self._read(), strict=True):
-            if word != was:
+        for (path, _), old, word in zip(self._ends, self._words, self._read(), strict=True):
+            if word != old:
                 return f"{path} was changed"
         return None
 
@@ -286,52 +286,52 @@ class ModelWatch:
 
     def _ask(self) -> list[list[object]]:
         with torch._C.DisableTorchFunctionSubclass():  # else a microsecond for each subclass
-            return [list(map(function, each.values())) for _, function, each in self._asked]
+            return [list(map(function, objects.values())) for _, function, objects in self._asked]
 
     def _changes(self) -> Iterator[str]:
-        for (text, function, each), answers in zip(self._asked, self._answers, strict=True):
-            for (path, one), was in zip(each.items(), answers, strict=True):
-                if (now := function(one)) != was:
-                    yield text.format(path, was, now)
-        for (path, one), attributes in zip(self._owners.items(), self._first, strict=True):
-            yield from _changes(path, one, attributes)
-        found = {one.path: one.identity for one in _weights(_modules(self._model))}
-        for one in self._weights:
-            if found.get(one.path) != one.identity:
-                yield f"{one.path} was replaced"
+        for (text, function, objects), answers in zip(self._asked, self._answers, strict=True):
+            for (path, part), old in zip(objects.items(), answers, strict=True):
+                if (new := function(part)) != old:
+                    yield text.format(path, old, new)
+        for (path, part), attributes in zip(self._owners.items(), self._first, strict=True):
+            yield from _changes(path, part, attributes)
+        identities = {weight.path: weight.identity for weight in _weights(_modules(self._model))}
+        for part in self._weights:
+            if identities.get(part.path) != part.identity:
+                yield f"{part.path} was replaced"
 
 
-def _held(by: dict[str, Any]) -> dict[str, object]:
+def _held(fields: dict[str, Any]) -> dict[str, object]:
     """A module's submodules, weights and hooks, from its attributes."""
-    tensors = {**by["_parameters"], **by["_buffers"]}
+    tensors = {**fields["_parameters"], **fields["_buffers"]}
     weights = {name for name, tensor in tensors.items() if tensor is not None}
-    return {"modules": by["_modules"], "weights": weights, "hooks": foreign_hooks(by)}
+    return {"modules": fields["_modules"], "weights": weights, "hooks": foreign_hooks(fields)}
 
 
-def _changes(path: str, one: Any, was: dict[str, Any]) -> Iterator[str]:
+def _changes(path: str, owner: Any, old: dict[str, Any]) -> Iterator[str]:
     """Changes of a module or config, except of its tensors and idle attributes."""
-    now = vars(one)
-    if isinstance(one, nn.Module):
-        both = zip(_held(was).items(), _held(now).values(), strict=True)
-        yield from (f"{path} has other {aspect}" for (aspect, old), new in both if old != new)
-    idle = _IDLE | (_LINEAR if type(one) is nn.Linear else set())
-    idle |= {name for name in {**was, **now} if _moves(one, name)}
-    watched = {"training"} if has_dropout(one) else set()
-    for name in sorted((was.keys() | now.keys()) - idle | watched):
-        if isinstance(value := was.get(name), Tensor):
+    new = vars(owner)
+    if isinstance(owner, nn.Module):
+        aspects = zip(_held(old).items(), _held(new).values(), strict=True)
+        yield from (f"{path} has other {aspect}" for (aspect, old), new in aspects if old != new)
+    idle = _IDLE | (_LINEAR if type(owner) is nn.Linear else set())
+    idle |= {name for name in {**old, **new} if _moves(owner, name)}
+    watched = {"training"} if has_dropout(owner) else set()
+    for name in sorted((old.keys() | new.keys()) - idle | watched):
+        if isinstance(value := old.get(name), Tensor):
             continue
-        if name in was:
-            if name not in now or not _same(value, now[name]):
+        if name in old:
+            if name not in new or not _same(value, new[name]):
                 yield f"{name} of {path} was changed"
         elif name in ("forward", "_hf_hook"):
             yield f"the forward of {path} was replaced"
-        elif not name.startswith("_") or hasattr(type(one), name):  # code may look for it
+        elif not name.startswith("_") or hasattr(type(owner), name):  # code may look for it
             yield f"{path} has {name}, which it had not"
 
 
-def _same(was: object, now: object) -> bool:
+def _same(old: object, new: object) -> bool:
     try:
-        return was is now or bool(was == now)
+        return old is new or bool(old == new)
     except Exception:  # noqa: BLE001  # different tensors need not be comparable
         return False
 
@@ -340,33 +340,33 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path or "the model", module) for path, module in model.named_modules()]
 
 
-def _moves(one: object, name: str) -> bool:
+def _moves(owner: object, name: str) -> bool:
     """Whether the model's own passes rewrite this attribute (dynamic NTK and longrope RoPE)."""
     written = name.endswith(("inv_freq", "max_seq_len_cached"))
-    return written and any(kind in str(getattr(one, "rope_type", "")) for kind in MOVING_ROPE)
+    return written and any(kind in str(getattr(owner, "rope_type", "")) for kind in MOVING_ROPE)
 
 
-def _configs(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
-    found: dict[int, tuple[str, PreTrainedConfig]] = {}
+def _configs(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
+    configs: dict[int, tuple[str, PreTrainedConfig]] = {}
 
     def look(path: str, owner: object) -> None:
         for name, value in vars(owner).items():
-            if isinstance(value, PreTrainedConfig) and id(value) not in found:
-                found[id(value)] = f"{name} of {path}", value
-                look(*found[id(value)])
+            if isinstance(value, PreTrainedConfig) and id(value) not in configs:
+                configs[id(value)] = f"{name} of {path}", value
+                look(*configs[id(value)])
 
-    for path, module in named:
+    for path, module in modules:
         look(path, module)
-    return list(found.values())
+    return list(configs.values())
 
 
 def has_dropout(one: Any) -> bool:
     """Whether a module or one of its children has dropout in training."""
     parts = (one, *one.children()) if isinstance(one, nn.Module) else ()
-    held = [(name, value) for part in parts for name, value in vars(part).items()]
+    attributes = [(name, value) for part in parts for name, value in vars(part).items()]
     return any(
         (name == "p" or "drop" in name) and isinstance(value, float) and value > 0
-        for name, value in held
+        for name, value in attributes
     )
 
 
@@ -378,13 +378,13 @@ def _copied(value: Any) -> Any:
     return set(value) if isinstance(value, set) else value
 
 
-def _weights(named: Sequence[tuple[str, nn.Module]]) -> Iterator[_Weight]:
-    for path, module in named:
+def _weights(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[_Weight]:
+    for path, module in modules:
         for place in (module._parameters, module._buffers, vars(module)):
             for name, tensor in place.items():
                 # pruned or normed by torch: a hook remakes it at each pass, from watched tensors
-                made = {f"{name}_orig", f"{name}_v"} & module._parameters.keys()
-                idle = name in _IDLE or made or _moves(module, name)
+                origins = {f"{name}_orig", f"{name}_v"} & module._parameters.keys()
+                idle = name in _IDLE or origins or _moves(module, name)
                 if isinstance(tensor, Tensor) and not idle:
-                    where = name if path == "the model" else f"{path}.{name}"
-                    yield _Weight(place, name, where, tensor)
+                    full_path = name if path == "the model" else f"{path}.{name}"
+                    yield _Weight(place, name, full_path, tensor)

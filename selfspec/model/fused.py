@@ -139,9 +139,9 @@ class Program:
         self._copies: dict[int, int] = {}  # by layer: the buffer for a copy of its output
 
     def add_layer(self, operations: Sequence[Operation]) -> None:
-        every = [*self._table, *operations]
-        self._table = (Operation * len(every))(*every)
-        self._starts.append(len(every))
+        table = [*self._table, *operations]
+        self._table = (Operation * len(table))(*table)
+        self._starts.append(len(table))
 
     def buffer(self, name: str, width: int) -> int:
         """The number of a buffer for rows of `width`; layers share buffers by name and width."""
@@ -234,7 +234,7 @@ class Program:
             raise ValueError(f"experts are {outputs} by {width} and {down_shape[1:]}")
         self._widest = max(self._widest, width, inner)
         into, down = in_panels(experts.into.detach()), in_panels(experts.down.detach())
-        made = ExpertsStruct(
+        struct = ExpertsStruct(
             count=count,
             each=experts.shares.each,
             normalised=experts.shares.normalised,
@@ -250,7 +250,7 @@ class Program:
             activated=self.buffer("activated", inner),
             closed=self.buffer("closed", width),
         )
-        return Operation(Kind.EXPERTS, source, target, inputs=width, logits=logits, experts=made)
+        return Operation(Kind.EXPERTS, source, target, inputs=width, logits=logits, experts=struct)
 
     def add(self, source: int, target: int, times: float) -> Operation:
         """Add a buffer, multiplied by `times`, to another."""
@@ -260,22 +260,22 @@ class Program:
 
     def only(self, kinds: Collection[Kind]) -> Program:
         """A program with only some kinds of operations, to time them; its output is meaningless."""
-        found = copy.copy(self)
-        found._table, found._starts = (Operation * 0)(), [0]
+        program = copy.copy(self)
+        program._table, program._starts = (Operation * 0)(), [0]
         for first, last in pairwise(self._starts):
-            found.add_layer([one for one in self._table[first:last] if one.kind in kinds])
-        return found
+            program.add_layer([op for op in self._table[first:last] if op.kind in kinds])
+        return program
 
     def keeping(self, layers: Collection[int]) -> Program:
         """The same program, which also keeps the output of some layers."""
-        found = copy.copy(self)
-        found._table, found._starts, found._widths = (Operation * 0)(), [0], [*self._widths]
-        found._copies = {layer: len(self._widths) + at for at, layer in enumerate(layers)}
-        found._widths += [self._widths[HIDDEN]] * len(layers)
+        program = copy.copy(self)
+        program._table, program._starts, program._widths = (Operation * 0)(), [0], [*self._widths]
+        program._copies = {layer: len(self._widths) + index for index, layer in enumerate(layers)}
+        program._widths += [self._widths[HIDDEN]] * len(layers)
         for layer, (first, last) in enumerate(pairwise(self._starts), start=1):
-            copies = [found.add(HIDDEN, found._copies[layer], 1.0)] if layer in layers else []
-            found.add_layer([*self._table[first:last], *copies])
-        return found
+            copies = [program.add(HIDDEN, program._copies[layer], 1.0)] if layer in layers else []
+            program.add_layer([*self._table[first:last], *copies])
+        return program
 
     def run(
         self,
@@ -293,22 +293,22 @@ class Program:
         caches = {id(span.kv) for span in spans}
         if ends[-1] != len(rows) or len(caches) < len(spans):  # else memory is misread
             raise ValueError(f"{len(rows)} rows are not those of {len(spans)} sequences")
-        known = [
+        structs = [
             self._span(span, end - span.count, first) for span, end in zip(spans, ends, strict=True)
         ]
-        asked = Pass(
+        pass_ = Pass(
             rotations=pointers([turns.data_ptr() for turns in rotations]),
             spans=len(spans),
-            span=(SpanStruct * len(spans))(*known),
+            span=(SpanStruct * len(spans))(*structs),
         )
         hidden = rows.clone(memory_format=torch.contiguous_format)
         # zeros, since copies are made by adding
-        kept = {layer: rows.new_zeros(rows.shape) for layer in self._copies}
-        read = {self._copies[layer]: found for layer, found in kept.items()}
-        self._call(asked, {HIDDEN: hidden, **read}, first, last)
+        outputs = {layer: rows.new_zeros(rows.shape) for layer in self._copies}
+        copies = {self._copies[layer]: output for layer, output in outputs.items()}
+        self._call(pass_, {HIDDEN: hidden, **copies}, first, last)
         for span in spans:
             span.kv.extend(span.count, first, last)
-        return hidden, kept
+        return hidden, outputs
 
     def _span(self, span: Span, start: int, first: int) -> SpanStruct:
         """The kernel's view of a span, with room in its pages from layer first+1 on."""
@@ -319,58 +319,58 @@ class Program:
             if not earlier or len(parents) != count:
                 raise ValueError(f"{list(parents)} are no parents of {count} rows")
         pages = kv.pages(count, first, self.layout)
-        found = SpanStruct(
+        struct = SpanStruct(
             first=start,
             rows=count,
             held=held,
             parents=None if parents is None else (Long * count)(*parents),
             pages=pointers([page.address for page in pages]),
         )
-        found.memory = pages
-        return found
+        struct.memory = pages
+        return struct
 
     def transform(self, rows: Tensor, *targets: int, layers: int = 1) -> list[Tensor]:
         """[T, d] through the first layers, which have no attention -> buffers `targets`.
 
         `rows` are used as HIDDEN directly: pass a copy if a layer writes there.
         """
-        found = {one: rows.new_empty(len(rows), self._widths[one]) for one in targets}
-        self._call(Pass(), {HIDDEN: rows.contiguous(), **found}, 0, layers)
-        return [*found.values()]
+        buffers = {target: rows.new_empty(len(rows), self._widths[target]) for target in targets}
+        self._call(Pass(), {HIDDEN: rows.contiguous(), **buffers}, 0, layers)
+        return [*buffers.values()]
 
-    def _call(self, asked: Pass, given: Mapping[int, Tensor], first: int, last: int) -> None:
-        """Run layers first+1..last; `given`: the caller's buffers, HIDDEN among them."""
-        rows, size = given[HIDDEN], self._dtype.itemsize
+    def _call(self, pass_: Pass, buffers: Mapping[int, Tensor], first: int, last: int) -> None:
+        """Run layers first+1..last; `buffers`: the caller's, HIDDEN among them."""
+        rows, size = buffers[HIDDEN], self._dtype.itemsize
         if rows.dtype != self._dtype or rows.shape[-1] != self._widths[0]:  # else memory is misread
             raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of these layers")
         count = len(rows)
         # one allocation: weights evict caches, and each further torch call would have to reload
         lines = [-(-count * width * size // _LINE) for width in self._widths]
-        for number in given:
+        for number in buffers:
             lines[number] = 0
         *starts, end = accumulate(lines, initial=0)
-        own = torch.empty(end * _LINE, dtype=torch.uint8)
-        places = [own.data_ptr() + start * _LINE for start in starts]
-        for number, buffer in given.items():
+        memory = torch.empty(end * _LINE, dtype=torch.uint8)
+        places = [memory.data_ptr() + start * _LINE for start in starts]
+        for number, buffer in buffers.items():
             places[number] = buffer.data_ptr()
         # inputs as they are, in the order of blocks, and summed by groups
         room = torch.empty(count + _SPARE, 3 * self._widest + _SPARE, dtype=torch.float32)
-        asked.rows, asked.room, asked.buffers = count, room.data_ptr(), pointers(places)
+        pass_.rows, pass_.room, pass_.buffers = count, room.data_ptr(), pointers(places)
         start, end = self._starts[first], self._starts[last]
-        at = ctypes.addressof(self._table) + start * ctypes.sizeof(Operation)
+        address = ctypes.addressof(self._table) + start * ctypes.sizeof(Operation)
         with TEAM.measured():
-            self._run(end - start, at, ctypes.addressof(asked))
+            self._run(end - start, address, ctypes.addressof(pass_))
 
     def _need(self, buffer: int, width: int) -> None:
         """Raise ValueError if an operation would read or write outside its buffer."""
         if width != self._widths[buffer]:
             raise ValueError(f"layers differ in width: {width} and {self._widths[buffer]}")
 
-    def _address(self, held: Tensor | CompiledLinear | None) -> int | None:
-        if held is None:
+    def _address(self, weight: Tensor | CompiledLinear | None) -> int | None:
+        if weight is None:
             return None
-        self._kept.append(held)
-        return held.address if isinstance(held, CompiledLinear) else held.data_ptr()
+        self._kept.append(weight)
+        return weight.address if isinstance(weight, CompiledLinear) else weight.data_ptr()
 
 
 class Rotations:
@@ -395,20 +395,20 @@ class Rotations:
         """Rotations by kind, [T, pairs], for rows of these spans; `offset`: position of slot 0."""
         places = [span.positions for span in spans]
         end = max(map(max, places)) - offset + 1
-        known, tables = self._known
-        if not tables or len(tables[0]) < end or offset != known:
+        start, tables = self._known
+        if not tables or len(tables[0]) < end or offset != start:
             last, tables = offset + 2 * end, list[Tensor]()
-            every = torch.arange(offset, min(last, self._decoder.rotations_end or last))[None]
-            for kind, way in self._ways.items():
-                if way is None:
+            positions = torch.arange(offset, min(last, self._decoder.rotations_end or last))[None]
+            for kind, rotation in self._ways.items():
+                if rotation is None:
                     tables.append(torch.zeros(2 * end, 0, dtype=torch.complex64))
                 else:
-                    cos, sin = self._decoder.rotations(rows[None], every, kind)
-                    tables.append(way.turns(cos[0], sin[0]))
+                    cos, sin = self._decoder.rotations(rows[None], positions, kind)
+                    tables.append(rotation.turns(cos[0], sin[0]))
             self._known = offset, tables
         if isinstance(chain := places[0], range) and len(places) == 1:
             return [table[chain.start - offset : end] for table in tables]
-        slots = torch.tensor([place - offset for one in places for place in one])
+        slots = torch.tensor([place - offset for sequence in places for place in sequence])
         return [table[slots] for table in tables]
 
 
@@ -432,12 +432,12 @@ class FusedExecutor:
         self._program = Program(dtype, lm_head.in_features)
         self._keeping = functools.cache(self._program.keeping)
         self.weight_bytes = 0  # bytes that a row reads, in the compiled layout
-        self._unembedding = last = Program(dtype, lm_head.in_features)
-        normed = last.buffer("normed", lm_head.in_features)
-        self._outputs = normed, last.buffer("logits", lm_head.out_features)
-        linear = last.linear(*self._outputs, self._compiled(lm_head))  # the largest first
+        self._unembedding = unembedding = Program(dtype, lm_head.in_features)
+        normed = unembedding.buffer("normed", lm_head.in_features)
+        self._outputs = normed, unembedding.buffer("logits", lm_head.out_features)
+        linear = unembedding.linear(*self._outputs, self._compiled(lm_head))  # the largest first
         norm = norm_of(decoder.norm, lm_head.in_features, dtype)
-        last.add_layer([last.norm(HIDDEN, normed, norm), linear])
+        unembedding.add_layer([unembedding.norm(HIDDEN, normed, norm), linear])
         pages.release(lm_head)
         self._rotations = Rotations(decoder)
         for index, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True)):
@@ -467,18 +467,18 @@ class FusedExecutor:
                 kv, start, device = rows.only.kv, rows.only.start, rows.device
                 blocks = enumerate(hidden.split(_BLOCK_ROWS))
                 parts = (
-                    (one, Rows.of(kv, start + at * _BLOCK_ROWS, len(one), device))
-                    for at, one in blocks
+                    (block, Rows.of(kv, start + index * _BLOCK_ROWS, len(block), device))
+                    for index, block in blocks
                 )
-            return torch.cat([self.run(part, first, last, one, states) for part, one in parts])
-        newest = rows.spans[0]
-        turns = self._rotations.at(hidden, rows.spans, newest.start - newest.kv.length(first))
+            return torch.cat([self.run(block, first, last, part, states) for block, part in parts])
+        span = rows.spans[0]
+        turns = self._rotations.at(hidden, rows.spans, span.start - span.kv.length(first))
         program = self._keeping(frozenset(states)) if states else self._program
-        found, copies = program.run(hidden, first, last, turns, rows.spans)
-        for layer, come in (states or {}).items():
+        output, copies = program.run(hidden, first, last, turns, rows.spans)
+        for layer, outputs in (states or {}).items():
             if first < layer < last:
-                come.append(copies[layer])
-        return found
+                outputs.append(copies[layer])
+        return output
 
     def _operations(self, recipe: Recipe, rotation: int) -> Iterator[Operation]:
         program, attention, mlp = self._program, recipe.attention, recipe.mlp
@@ -499,21 +499,21 @@ class FusedExecutor:
         if isinstance(mlp, Experts):
             router = CompiledLinear(mlp.router.detach())
             logits = program.buffer("logits", router.out_features)
-            made = program.buffer("mixed", router.in_features)
+            output = program.buffer("mixed", router.in_features)
             yield program.linear(source, logits, router)
-            yield program.experts(source, logits, made, mlp, function)
+            yield program.experts(source, logits, output, mlp, function)
             share = mlp.shares.each / len(mlp.router)
             self.weight_bytes += router.nbytes
             self.weight_bytes += int(share * (mlp.into.nbytes + mlp.down.nbytes))
         else:
             into = self._compiled(*mlp.into)
             opened = program.buffer("opened", into.out_features)
-            made = program.buffer("activated", mlp.down.in_features)
+            output = program.buffer("activated", mlp.down.in_features)
             yield program.linear(source, opened, into)
-            yield program.activate(opened, made, function, gated=mlp.gated)
+            yield program.activate(opened, output, function, gated=mlp.gated)
         if recipe.parallel:  # the MLP has read the same rows as attention
             yield from self._close(recipe, 0, seen, attention.output)
-        yield from self._close(recipe, 1, made, None if isinstance(mlp, Experts) else mlp.down)
+        yield from self._close(recipe, 1, output, None if isinstance(mlp, Experts) else mlp.down)
 
     def _open(self, recipe: Recipe, place: int) -> Generator[Operation, None, int]:
         """The input buffer of attention (0) or the MLP (1): the rows, normed if the layer norms."""

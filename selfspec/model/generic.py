@@ -114,8 +114,8 @@ def as_mask(visible: Tensor, config: PreTrainedConfig, like: Tensor) -> Tensor:
 def run_layer(layer: nn.Module, hidden: Tensor, **given: Any) -> Tensor:
     """Run a layer of the model on [B, T, d], by its own code."""
     output = layer(hidden, **given)  # positional: hooks and checkpoint wrappers read args[0]
-    found: Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    states: Tensor = output[0] if isinstance(output, tuple) else output
+    return states
 
 
 class GenericExecutor:
@@ -159,7 +159,7 @@ class GenericExecutor:
         if first == 0:
             hidden = self.decoder.with_positions(hidden, positions)
         rotations = self._rotations(hidden, positions, list(masks))
-        unread: dict[str, Any] = {SHARED: {}} if self.decoder.shares else {}
+        shared: dict[str, Any] = {SHARED: {}} if self.decoder.shares else {}
         for layer in range(first, last):
             kind = self.layer_types[layer]
             hidden = through(
@@ -170,7 +170,7 @@ class GenericExecutor:
                 use_cache=True,
                 **{self.decoder.cache_keyword: caches[layer]},
                 **rotations[kind],
-                **unread,
+                **shared,
             )
         return hidden
 
@@ -201,10 +201,10 @@ class GenericExecutor:
         if decoder.rotary_emb is None:
             return {kind: {} for kind in kinds}
         if decoder.rotates_by_kind:
-            made = {kind: decoder.rotations(hidden, positions, kind) for kind in kinds}
+            by_kind = {kind: decoder.rotations(hidden, positions, kind) for kind in kinds}
         else:
-            made = dict.fromkeys(kinds, decoder.rotations(hidden, positions, kinds[0]))
-        return {kind: {"position_embeddings": rotations} for kind, rotations in made.items()}
+            by_kind = dict.fromkeys(kinds, decoder.rotations(hidden, positions, kinds[0]))
+        return {kind: {"position_embeddings": rotations} for kind, rotations in by_kind.items()}
 
 
 class Decoder:
@@ -251,8 +251,8 @@ class Decoder:
         embedding: Any = self.parts.embed_tokens
         if embedding.weight.is_meta:  # offloaded: accelerate loads it to this device when called
             hooks = getattr(embedding._hf_hook, "hooks", [embedding._hf_hook])
-            places = (getattr(one, "execution_device", None) for one in hooks)
-            return torch.device(next(place for place in places if place is not None))
+            devices = (getattr(hook, "execution_device", None) for hook in hooks)
+            return torch.device(next(device for device in devices if device is not None))
         return embedding.weight.device  # type: ignore[no-any-return]  # untyped module attribute
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -271,15 +271,15 @@ class Decoder:
         """The embeddings as blocks of a file, if reading a row is all that embedding does."""
         module, parts = self.parts.embed_tokens, self.parts
         weight, scale = getattr(module, "weight", None), parts.embedding_multiplier
-        called = type(module) is nn.Embedding and not foreign_hooks(vars(module))
-        plain = called and not hasattr(module, "_hf_hook") and "forward" not in vars(module)
+        unhooked = type(module) is nn.Embedding and not foreign_hooks(vars(module))
+        plain = unhooked and not hasattr(module, "_hf_hook") and "forward" not in vars(module)
         if not plain or scale is not None or parts.norms_embeddings:
             return None
         return weight if isinstance(weight, QuantisedWeight) else None
 
     def states(self, ids: Tensor, layers: Sequence[int]) -> list[Tensor]:
         """[B, T] ids -> [B, T, d] after each of the ascending `layers`, by the model's modules."""
-        found, kv = [], KVCache(self.num_layers)
+        states, kv = [], KVCache(self.num_layers)
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         with self.mode():
             hidden = self.parts.embed(ids)
@@ -288,8 +288,8 @@ class Decoder:
                     masks = self.own.masks(hidden, first, last, positions, kv)
                     caches = [kv] * last
                     hidden = self.own.run_layers(hidden, first, last, positions, caches, masks)
-                found.append(hidden)
-        return found
+                states.append(hidden)
+        return states
 
     def finish(self, logits: Tensor) -> Tensor:
         """Apply the scalings that some families have after lm_head, then convert to float32."""

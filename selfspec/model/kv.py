@@ -58,7 +58,7 @@ class PageLayout:
 
         Keys [layers, kv heads, width / step, step], values [.., .., width / PANEL, PANEL].
         """
-        found, layer, step = [], 0, 4 // self.dtype.itemsize
+        views, layer, step = [], 0, 4 // self.dtype.itemsize
         for (kv, width), alike in groupby(self.heads):
             size, place = kv * POSITIONS * width, self.places[layer]
             layers = len(list(alike))
@@ -72,9 +72,9 @@ class PageLayout:
                 (2 * size, POSITIONS * width, POSITIONS * PANEL, step),
                 place + size + slot // step * PANEL * step + slot % step,
             )
-            found.append((keys, values))
+            views.append((keys, values))
             layer += layers
-        return found
+        return views
 
 
 class Page:
@@ -162,9 +162,9 @@ class KVCache:
         for index in range(start // POSITIONS, -(-end // POSITIONS)):
             page = self.held[index]
             if page.kept or page.caches > 1:
-                self.held[index] = own = self._new_page(layout)
-                own.numbers.copy_(page.numbers)
-                page.caches, own.caches = page.caches - 1, 1
+                self.held[index] = copy = self._new_page(layout)
+                copy.numbers.copy_(page.numbers)
+                page.caches, copy.caches = page.caches - 1, 1
         return self.held
 
     def hold(self, page: Page) -> None:
@@ -178,15 +178,15 @@ class KVCache:
 
     def move_to(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Copy all to these buffers, [B, kv heads, slots, head_dim] per layer, and use them."""
-        for ours, theirs in ((self._keys, keys), (self._values, values)):
+        for buffers, targets in ((self._keys, keys), (self._values, values)):
             for layer, length in enumerate(self._lengths):
-                if (held := ours[layer]) is not None:
-                    theirs[layer][..., :length, :] = held[..., :length, :]
-            ours[:] = theirs
+                if (buffer := buffers[layer]) is not None:
+                    targets[layer][..., :length, :] = buffer[..., :length, :]
+            buffers[:] = targets
 
     def extend(self, count: int, first: int, last: int) -> None:
         """Count positions that were written directly into the buffers of layers first+1..last."""
-        self._lengths[first:last] = [held + count for held in self._lengths[first:last]]
+        self._lengths[first:last] = [length + count for length in self._lengths[first:last]]
 
     def truncate(self, length: int, first: int = 0, last: int | None = None) -> None:
         """Cut layers first+1..last (default all) to at most `length` positions; copies nothing."""
@@ -204,16 +204,16 @@ class KVCache:
                 self._move(start + row, start + place)
         self.truncate(start + len(path))
 
-    def _move(self, here: int, there: int) -> None:
+    def _move(self, source: int, dest: int) -> None:
         """Copy one slot to another in all layers, all buffers in one call."""
         if (layout := self._layout) is not None:
             old, new = (
                 list(chain(*layout.slots(self.held[slot // POSITIONS].numbers, slot % POSITIONS)))
-                for slot in (here, there)
+                for slot in (source, dest)
             )
         else:
-            buffers = [one for one in (*self._keys, *self._values) if one is not None]
-            old, new = ([buffer.select(-2, slot) for buffer in buffers] for slot in (here, there))
+            buffers = [buffer for buffer in (*self._keys, *self._values) if buffer is not None]
+            old, new = ([buffer.select(-2, slot) for buffer in buffers] for slot in (source, dest))
         if new:
             torch._foreach_copy_(new, old)
 
@@ -328,27 +328,27 @@ def with_zeros(hidden: Tensor, least: int) -> Tensor:
 
 def depths(parents: Sequence[int]) -> list[int]:
     """Each row's distance after the newest held position; 0 is the next one."""
-    found: list[int] = []
+    distances: list[int] = []
     for parent in parents:
-        found.append((found[parent] if parent >= 0 else parent) + 1)
-    return found
+        distances.append((distances[parent] if parent >= 0 else parent) + 1)
+    return distances
 
 
 def held_behind(parents: Sequence[int]) -> list[int]:
     """The number of newest held positions that each row of a tree does not see."""
-    found: list[int] = []
+    counts: list[int] = []
     for parent in parents:
-        found.append(found[parent] if parent >= 0 else -1 - parent)
-    return found
+        counts.append(counts[parent] if parent >= 0 else -1 - parent)
+    return counts
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:
     """[T, T], true where the column's row is the row itself or one that it follows."""
-    found = torch.eye(len(parents), dtype=torch.bool)
+    mask = torch.eye(len(parents), dtype=torch.bool)
     for row, parent in enumerate(parents):
         if parent >= 0:
-            found[row] |= found[parent]
-    return found
+            mask[row] |= mask[parent]
+    return mask
 
 
 # --- many sequences, within a budget
@@ -376,8 +376,8 @@ class _Node:
     def nearest(self, ids: Ids) -> tuple[int, _Node | None]:
         """The length of the longest prefix that a child shares with `ids`, and this child."""
         place = bisect_left(self.children, ids, key=attrgetter("ids"))
-        near = self.children[max(0, place - 1) : place + 1]
-        pairs = ((common_prefix(one.ids, ids), one) for one in near)
+        candidates = self.children[max(0, place - 1) : place + 1]
+        pairs = ((common_prefix(child.ids, ids), child) for child in candidates)
         return max(pairs, default=(0, None), key=lambda pair: pair[0])
 
 
@@ -430,9 +430,9 @@ class KVStore:
         """Give `kv` the longest held prefix of `ids[:-1]`; return False if there is no room yet."""
         nodes, partial, length = self._prefix(tuple(ids[:-1]))
         pages = [node.page for node in nodes if node.page is not None]
-        grows = max(0, kv.most - len(pages))
+        missing = max(0, kv.most - len(pages))
         newly_used = sum(page.caches == 0 for page in pages)
-        if self._caches and sum(self._in_use()) + newly_used + grows > self._most:
+        if self._caches and sum(self._in_use()) + newly_used + missing > self._most:
             return False
         self._caches.add(kv)
         if length:
@@ -442,9 +442,9 @@ class KVStore:
             self._touch(pages)
             if partial is not None and partial.page is not None:
                 self._touch([partial.page])
-                own = self.take()
-                own.numbers.copy_(partial.page.numbers)
-                kv.hold(own)
+                copy = self.take()
+                copy.numbers.copy_(partial.page.numbers)
+                kv.hold(copy)
         return True
 
     def held(self, ids: Sequence[int]) -> int:
@@ -483,10 +483,10 @@ class KVStore:
         return Page(self.layout)
 
     def _in_use(self) -> tuple[int, int]:
-        held = {page for kv in self._caches for page in kv.held}
+        pages = {page for kv in self._caches for page in kv.held}
         if self.layout is None:  # buffers outside the store: count the most that each may need
             return sum(kv.most for kv in self._caches), 0
-        return len(held), sum(max(0, one.most - len(one.held)) for one in self._caches)
+        return len(pages), sum(max(0, kv.most - len(kv.held)) for kv in self._caches)
 
     def _prefix(self, ids: Ids) -> tuple[list[_Node], _Node | None, int]:
         """Nodes of the longest held prefix, one that holds part of its end, and its length."""
@@ -501,8 +501,8 @@ class KVStore:
     def _keep(self, kv: PooledKVCache, ids: Ids) -> None:
         """Add the cache's pages with these ids to the tree, unless it has them."""
         node = self._root
-        for at, page in zip(range(0, len(ids), POSITIONS), kv.held, strict=False):
-            part = ids[at : at + POSITIONS]
+        for start, page in zip(range(0, len(ids), POSITIONS), kv.held, strict=False):
+            part = ids[start : start + POSITIONS]
             _, child = node.nearest(part)
             if child is None or child.ids != part:
                 if page.kept:  # already in the tree, with more or other ids
@@ -544,7 +544,7 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     count = min(len(one), len(other))
     if one[:count] == other[:count]:
         return count
-    return next((at for at in range(count) if one[at] != other[at]), count)
+    return next((index for index in range(count) if one[index] != other[index]), count)
 
 
 def _size(count: int) -> str:

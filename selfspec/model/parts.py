@@ -109,12 +109,12 @@ class DecoderParts:
     def rotations_end(self) -> int | None:
         """The number of positions past which all rotations change (dynamic NTK, longrope)."""
         rope = getattr(self.config, "rope_parameters", None) or {}
-        found = [
-            int(one.get(MOVING_ROPE[one["rope_type"]]) or self.config.max_position_embeddings)
-            for one in (rope, *rope.values())
-            if isinstance(one, dict) and one.get("rope_type") in MOVING_ROPE
+        limits = [
+            int(part.get(MOVING_ROPE[part["rope_type"]]) or self.config.max_position_embeddings)
+            for part in (rope, *rope.values())
+            if isinstance(part, dict) and part.get("rope_type") in MOVING_ROPE
         ]
-        return min(found, default=None)
+        return min(limits, default=None)
 
     @property
     def position_limit(self) -> int | None:
@@ -151,8 +151,8 @@ def attention_types(config: PreTrainedConfig) -> list[str]:
     """Attention type of each layer; if the config has no list, one for all by `sliding_window`."""
     if (types := getattr(config, "layer_types", None)) is not None:
         return list(types)
-    one = FULL if getattr(config, "sliding_window", None) is None else SLIDING
-    return [one] * config.num_hidden_layers
+    kind = FULL if getattr(config, "sliding_window", None) is None else SLIDING
+    return [kind] * config.num_hidden_layers
 
 
 def parts_of(model: PreTrainedModel) -> DecoderParts:
@@ -166,18 +166,18 @@ def parts_of(model: PreTrainedModel) -> DecoderParts:
     if len(layers) < (count := config.num_hidden_layers):  # LongCat: two KV caches per layer
         raise unsupported(model, f"has {len(layers)} layers, expected the {count} of its config")
     _hidden, *others = inspect.signature(layers[0].forward).parameters.values()
-    taken = {entry.name for entry in others if entry.kind is not entry.VAR_KEYWORD}
-    if unknown := taken - _GIVEN - _IDLE - {*CACHES}:
+    parameters = {entry.name for entry in others if entry.kind is not entry.VAR_KEYWORD}
+    if unknown := parameters - _GIVEN - _IDLE - {*CACHES}:
         raise unsupported(model, f"has layers that take {sorted(unknown)[0]}")
-    keyword = next((word for word in CACHES if word in taken), None)
+    keyword = next((word for word in CACHES if word in parameters), None)
     if keyword is None:
         raise unsupported(model, "has layers that take no keys and values")
     embedding, norm, learned, rotary = (
         _part(decoder, names) for names in (_EMBEDDINGS, _NORMS, _LEARNED, ("rotary_emb",))
     )
     if norm is None or embedding is None:
-        what, names = ("final norm", _NORMS) if norm is None else ("embedding", _EMBEDDINGS)
-        raise unsupported(model, f"has no {what} named {', '.join(names)}")
+        kind, names = ("final norm", _NORMS) if norm is None else ("embedding", _EMBEDDINGS)
+        raise unsupported(model, f"has no {kind} named {', '.join(names)}")
     for child, module in decoder.named_children():  # its forward may use it
         known = module in (embedding, layers, norm, rotary, learned)
         if not known and not isinstance(module, nn.Dropout):
@@ -200,23 +200,23 @@ def parts_of(model: PreTrainedModel) -> DecoderParts:
         logits_factor=scaling if multiplies else getattr(config, "logit_scale", None),
         logits_cap=getattr(config, "final_logit_softcapping", None),
         cache_keyword=keyword,
-        shares=SHARED in taken,
+        shares=SHARED in parameters,
     )
 
 
 def _decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
     """The module that holds the layers: `model.get_decoder()`, or a module inside it."""
-    named: Any = model.get_decoder()
-    found: Any
-    for found in (named, getattr(named, "model", None), getattr(named, "decoder", None)):
-        if isinstance(layers := _part(found, _LAYERS), nn.ModuleList):
-            return found, layers
+    decoder: Any = model.get_decoder()
+    module: Any
+    for module in (decoder, getattr(decoder, "model", None), getattr(decoder, "decoder", None)):
+        if isinstance(layers := _part(module, _LAYERS), nn.ModuleList):
+            return module, layers
     raise unsupported(model, f"has no list of layers named {', '.join(_LAYERS)} to cut open")
 
 
 def _part(decoder: Any, names: tuple[str, ...]) -> nn.Module | None:
-    found = (getattr(decoder, name, None) for name in names)
-    return next((part for part in found if isinstance(part, nn.Module)), None)
+    candidates = (getattr(decoder, name, None) for name in names)
+    return next((part for part in candidates if isinstance(part, nn.Module)), None)
 
 
 def _by_position(learned: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -233,8 +233,8 @@ def _by_position(learned: nn.Module) -> Callable[[Tensor], Tensor]:
 def check_model(model: Any, name: str = "model") -> None:
     """Raise InvalidOption unless `model` is a causal language model with weights."""
     config = getattr(model, "config", None)
-    known = isinstance(model, nn.Module) and callable(getattr(model, "generate", None))
-    if not known or not hasattr(config, "get_text_config"):
+    is_model = isinstance(model, nn.Module) and callable(getattr(model, "generate", None))
+    if not is_model or not hasattr(config, "get_text_config"):
         raise InvalidOption(
             f"{name} is {kind_of(model)}, expected a causal language model of transformers. Load "
             "one by name with selfspec.load(...), or with AutoModelForCausalLM"
@@ -278,17 +278,17 @@ def require_own_code(decoder: DecoderParts, lm_head: nn.Module) -> None:
     config: Any = decoder.config
     attention = config._attn_implementation
     _require(attention in ("sdpa", "eager"), f"attention is {attention}, expected sdpa or eager")
-    registered = getattr(ALL_ATTENTION_FUNCTIONS.get("sdpa"), "__module__", "")
-    own = registered.startswith(_OWN)
-    _require(attention == "eager" or own, "another sdpa attention is registered")
+    module = getattr(ALL_ATTENTION_FUNCTIONS.get("sdpa"), "__module__", "")
+    built_in = module.startswith(_OWN)
+    _require(attention == "eager" or built_in, "another sdpa attention is registered")
     _require(getattr(config, "is_causal", True) is not False, "attention is not causal")
     others = set(attention_types(config)) - {FULL, SLIDING}
     _require(not others, f"layers have {', '.join(sorted(others))}")
     _require(decoder.rotary_emb is not None, "positions are not rotated")
     clip = getattr(config, "clip_qkv", None)
     _require(clip is None, f"queries, keys and values are clipped to {clip}")
-    every = [*torch_module._global_forward_hooks, *torch_module._global_forward_pre_hooks]
-    _require(not every, "hooks are set for all modules")
+    hooks = [*torch_module._global_forward_hooks, *torch_module._global_forward_pre_hooks]
+    _require(not hooks, "hooks are set for all modules")
     ends = ("lm_head", lm_head), ("norm", decoder.norm)
     for name, part in (*decoder.layers.named_modules(prefix="layers"), *ends):
         _require_own_call(name, part)
@@ -309,6 +309,6 @@ def _require_own_call(name: str, part: nn.Module) -> None:
             functions.append(function.__wrapped__)
 
 
-def _require(condition: bool, otherwise: str) -> None:
+def _require(condition: bool, reason: str) -> None:
     if not condition:
-        raise ValueError(otherwise)
+        raise ValueError(reason)

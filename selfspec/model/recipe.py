@@ -35,14 +35,14 @@ class Norm:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[.., d] -> [.., d], in the dtype of `rows`."""
-        found = rows.float()
+        normed = rows.float()
         if self.centred:
-            found = found - found.mean(-1, keepdim=True)
-        found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + self.eps)
+            normed = normed - normed.mean(-1, keepdim=True)
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
         if self.rounds:
-            found = found.to(rows.dtype).float()
-        found = found * self.weight
-        return (found if self.bias is None else found + self.bias).to(rows.dtype)
+            normed = normed.to(rows.dtype).float()
+        normed = normed * self.weight
+        return (normed if self.bias is None else normed + self.bias).to(rows.dtype)
 
 
 @torch.no_grad()
@@ -51,19 +51,19 @@ def norm_of(module: Any, width: int, dtype: torch.dtype) -> Norm:
     kind = type(module).__name__
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", 1e-5))
-    given = torch.ones(width, dtype=torch.float32) if weight is None else weight.detach()
+    scale = torch.ones(width, dtype=torch.float32) if weight is None else weight.detach()
     bias = None if bias is None else bias.detach().float()
-    sizes = torch.tensor([1.0, 0.1, float(eps) ** 0.5]).view(-1, *[1] * given.dim())
-    rows = ((_random(3, *given.shape) + 0.5) * sizes).to(dtype)
+    sizes = torch.tensor([1.0, 0.1, float(eps) ** 0.5]).view(-1, *[1] * scale.dim())
+    rows = ((_random(3, *scale.shape) + 0.5) * sizes).to(dtype)
     answer = module(rows)
     if answer.dtype != dtype or answer.shape != rows.shape:
         raise ValueError(f"{kind} gives {answer.dtype} {tuple(answer.shape)}")
-    weights = [given.float(), given.float() + 1, (given + 1).float()]  # the last is rounded, too
-    ways = [
-        Norm(way, bias, float(eps), centred, rounds)
-        for centred, way, rounds in itertools.product((False, True), weights, (True, False))
+    weights = [scale.float(), scale.float() + 1, (scale + 1).float()]  # the last is rounded, too
+    candidates = [
+        Norm(weight, bias, float(eps), centred, rounds)
+        for centred, weight, rounds in itertools.product((False, True), weights, (True, False))
     ]
-    best = min(ways, key=lambda way: float((way(rows) - answer).abs().sum()))
+    best = min(candidates, key=lambda norm: float((norm(rows) - answer).abs().sum()))
     if not _near(best(rows), answer):
         raise ValueError(f"{kind} is neither RMSNorm nor LayerNorm")
     return best
@@ -93,9 +93,9 @@ def activation_of(module: Callable[[Tensor], Tensor]) -> Activation:
     far = torch.tensor([-1e4, -30.0, 30.0, 1e4])  # some functions are clipped from 6 or 10 on
     numbers = torch.cat([torch.linspace(-6, 6, 193), far]).float()
     answer = module(numbers)
-    for name, way in _ACTIVATIONS.items():
-        if float((way(numbers) - answer).abs().max()) < 1e-5:
-            return name
+    for activation, function in _ACTIVATIONS.items():
+        if float((function(numbers) - answer).abs().max()) < 1e-5:
+            return activation
     raise ValueError(f"the activation is {type(module).__name__}, which is not known")
 
 
@@ -109,10 +109,10 @@ class Rotation:
 
     def pairs(self, head_size: int) -> Tensor:
         """[head_size]: the numbers of a head in the order that makes pairs neighbours."""
-        found = torch.arange(head_size)
+        order = torch.arange(head_size)
         if self.halves:
-            found[: self.size] = torch.arange(self.size).view(2, -1).T.flatten()
-        return found
+            order[: self.size] = torch.arange(self.size).view(2, -1).T.flatten()
+        return order
 
     def turns(self, cos: Tensor, sin: Tensor) -> Tensor:
         """The model's `cos`, `sin`, each [T, size] -> a complex number per pair, [T, size / 2]."""
@@ -127,11 +127,11 @@ def rotation_of(
     like = torch.zeros(1, 3, decoder.config.hidden_size, dtype=dtype)
     cos, sin = decoder.rotations(like, positions, kind)
     rows = _random(*like.shape, seed=1).to(dtype)
-    here, nowhere = (
-        attention(hidden_states=rows, position_embeddings=given, attention_mask=None)[0]
-        for given in ((cos, sin), (torch.ones_like(cos), torch.zeros_like(sin)))
+    output, unrotated = (
+        attention(hidden_states=rows, position_embeddings=embeddings, attention_mask=None)[0]
+        for embeddings in ((cos, sin), (torch.ones_like(cos), torch.zeros_like(sin)))
     )
-    if torch.equal(here, nowhere):  # attention ignores positions
+    if torch.equal(output, unrotated):  # attention ignores positions
         return None
     turn = vars(sys.modules[type(attention).__module__]).get("apply_rotary_pos_emb")
     size = cos.shape[-1]
@@ -141,14 +141,14 @@ def rotation_of(
     queries, keys = turn(heads, heads, cos, sin)
     half, every_second = slice(0, size // 2), slice(0, None, 2)
     for halves, angles in ((True, half), (False, every_second), (False, half)):
-        way = Rotation(size, halves, angles)
-        order = way.pairs(size)
+        rotation = Rotation(size, halves, angles)
+        order = rotation.pairs(size)
         turned = torch.view_as_complex(heads[..., order].float().view(1, 1, 3, -1, 2))
-        found = torch.empty(heads.shape, dtype=torch.float32)
-        turned = torch.view_as_real(turned * way.turns(cos[0], sin[0])).flatten(-2)
-        found[..., order] = turned
-        if _near(found, queries) and _near(found, keys):
-            return way
+        rotated = torch.empty(heads.shape, dtype=torch.float32)
+        turned = torch.view_as_real(turned * rotation.turns(cos[0], sin[0])).flatten(-2)
+        rotated[..., order] = turned
+        if _near(rotated, queries) and _near(rotated, keys):
+            return rotation
     raise ValueError("positions are rotated in an unknown way")
 
 
@@ -158,8 +158,8 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
-def _near(found: Tensor, answer: Tensor) -> bool:
-    error = (found.float() - answer.float()).abs().max()
+def _near(output: Tensor, answer: Tensor) -> bool:
+    error = (output.float() - answer.float()).abs().max()
     return bool(error <= _ERROR[answer.dtype] * answer.float().abs().max())
 
 
@@ -188,12 +188,12 @@ def shares_of(router: Any, dtype: torch.dtype) -> Shares:
         logits, shares, chosen = answer
         expected = nn.functional.linear(rows, weight)
         for normalised, rounds in itertools.product((False, True), repeat=2):
-            way = Shares(chosen.shape[-1], normalised, rounds)
-            mine, where = way(logits)
-            same = torch.equal(logits, expected) and torch.equal(where, chosen)
+            rule = Shares(chosen.shape[-1], normalised, rounds)
+            guess, experts = rule(logits)
+            same = torch.equal(logits, expected) and torch.equal(experts, chosen)
             rounded = shares.dtype == (dtype if rounds else torch.float32)
-            if same and rounded and _near(mine, shares):
-                return way
+            if same and rounded and _near(guess, shares):
+                return rule
     raise ValueError(f"{type(router).__name__} shares rows out in an unknown way")
 
 
@@ -290,13 +290,13 @@ def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) 
         allowed = {"weight", "bias"} if not [*part.children()] else set()
         if name == "mlp.experts":
             allowed = {"gate_up_proj", "down_proj"}
-        own = dict([*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)])
-        if more := own.keys() - allowed:  # unknown weights, which may act on few rows only
-            raise ValueError(f"{name or 'the layer'} has {', '.join(sorted(more))}")
+        tensors = dict([*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)])
+        if unknown := tensors.keys() - allowed:  # unknown weights, which may act on few rows only
+            raise ValueError(f"{name or 'the layer'} has {', '.join(sorted(unknown))}")
     children = _names_of_children(layer)
     attention = _only(_ATTENTIONS, children, "attention")
     names = children - {attention, "mlp"}
-    places = next((one for one in _PLACES if names == {*one} - {None}), None)
+    places = next((group for group in _PLACES if names == {*group} - {None}), None)
     if places is None or "mlp" not in children:
         raise ValueError(f"the layer holds {', '.join(sorted(children))}")
     norms = [
@@ -347,9 +347,9 @@ def _names_of_children(part: nn.Module) -> set[str]:
 
 def _attention(decoder: DecoderParts, part: Any, kind: str, dtype: torch.dtype) -> Attention:
     children = _names_of_children(part)
-    names = next((one for one in _PROJECTIONS if children.issuperset(one)), ())
+    names = next((group for group in _PROJECTIONS if children.issuperset(group)), ())
     output = _only(_OUTPUTS, children, "output of attention")
-    norms = next((one for one in _HEAD_NORMS if children.issuperset(one)), ())
+    norms = next((group for group in _HEAD_NORMS if children.issuperset(group)), ())
     if not names or children != {*names, output, *norms}:
         raise ValueError(f"attention holds {', '.join(sorted(children))}")
     projections = tuple(plain_linear(getattr(part, name), name, dtype) for name in names)
@@ -390,10 +390,10 @@ def _attention(decoder: DecoderParts, part: Any, kind: str, dtype: torch.dtype) 
 
 def _heads_among(projections: tuple[nn.Linear, ...], size: int, config: Any) -> tuple[Tensor, int]:
     """Indices of queries, keys and values in the outputs, [heads + 2 kv, size], and `heads`."""
-    count = sum(one.out_features for one in projections) // size
+    count = sum(projection.out_features for projection in projections) // size
     places = torch.arange(count * size).view(count, size)
     if len(projections) == 3:
-        heads, keys, values = (one.out_features // size for one in projections)
+        heads, keys, values = (projection.out_features // size for projection in projections)
     elif config.model_type == "gpt_neox":  # query, key and value of each head side by side
         heads = keys = values = count // 3
         places = places.view(-1, 3, size).transpose(0, 1).reshape(count, size)
@@ -420,10 +420,10 @@ def _of_heads(queries: Norm, heads: int, keys: Norm, kv_heads: int, pairs: Tenso
     if queries.bias is not None or keys.bias is not None:
         raise ValueError("norms of queries and keys have a bias")
     weights = (queries.weight.expand(heads, -1), keys.weight.expand(kv_heads, -1))
-    both = replace(queries, weight=torch.cat(weights)[:, pairs].contiguous())
-    if both != replace(keys, weight=both.weight):
+    norm = replace(queries, weight=torch.cat(weights)[:, pairs].contiguous())
+    if norm != replace(keys, weight=norm.weight):
         raise ValueError("the norms of queries and of keys differ in kind")
-    return both
+    return norm
 
 
 def _mlp(part: Any, dtype: torch.dtype) -> Mlp | Experts:
@@ -441,8 +441,8 @@ def _mlp(part: Any, dtype: torch.dtype) -> Mlp | Experts:
     raise ValueError(f"mlp holds {', '.join(sorted(children))}")
 
 
-def _only(names: tuple[str, ...], children: set[str], what: str) -> str:
-    found = [name for name in names if name in children]
-    if len(found) != 1:
-        raise ValueError(f"{what}: found {', '.join(sorted(children))}")
-    return found[0]
+def _only(names: tuple[str, ...], children: set[str], kind: str) -> str:
+    matches = [name for name in names if name in children]
+    if len(matches) != 1:
+        raise ValueError(f"{kind}: found {', '.join(sorted(children))}")
+    return matches[0]

@@ -87,10 +87,10 @@ class Team:
         most = torch.get_num_threads()
         if self.crowded and not self._trying and self._wall() >= self._again_at:
             self._trying, self._worked_s, self._got_s = True, 0.0, 0.0
-        if (wanted := self.threads) == most:
+        if (threads := self.threads) == most:
             yield
             return
-        torch.set_num_threads(wanted)
+        torch.set_num_threads(threads)
         try:
             yield
         finally:
@@ -99,24 +99,24 @@ class Team:
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Measure compiled layers: with a free core for each thread, all cores are busy."""
-        start, got = self._wall(), self._processor()
+        start, processor_start = self._wall(), self._processor()
         yield
         end = self._wall()
         self._worked_s += end - start
-        self._got_s += self._processor() - got
+        self._got_s += self._processor() - processor_start
         if self._worked_s < _WINDOW_S:
             return
         threads, cores = torch.get_num_threads(), self._got_s / self._worked_s
-        whole = self._trying or not self.crowded  # no thread was left out
+        all_threads = self._trying or not self.crowded  # no thread was left out
         # half a core short, or a quarter if there is one thread
-        if cores < threads - min(threads / 4, 0.5) and (whole or threads > 1):
+        if cores < threads - min(threads / 4, 0.5) and (all_threads or threads > 1):
             self._free = max(round(cores), 1)
             text = "other programs keep this machine busy: computing with %d of %d threads for now"
             if threads > 1:
                 _log_once(logging.INFO, text, self._free, threads)
             self._again_at = end + self._pause * self._worked_s
             self._pause, self._trying = min(2 * self._pause, _PAUSES[1]), False
-        elif whole:
+        elif all_threads:
             self._free, self._trying, self._pause = None, False, _PAUSES[0]
         self._worked_s = self._got_s = 0.0
 
@@ -136,8 +136,8 @@ def compiled(source: Path, macro: str) -> ctypes.CDLL:
     own. Raises ValueError, with the reason, if there is none and none can be compiled.
     """
     try:
-        found = _prebuilt(source, macro)
-        return _made_here(source, macro) if found is None else found[0]
+        prebuilt = _prebuilt(source, macro)
+        return _made_here(source, macro) if prebuilt is None else prebuilt[0]
     except (OSError, ValueError, subprocess.SubprocessError, CannotWrite) as error:
         reason = f"no compiled library: {error}"
         if isinstance(error, subprocess.CalledProcessError):
@@ -157,9 +157,9 @@ def compiled(source: Path, macro: str) -> ctypes.CDLL:
 def origin() -> str | None:
     """Where compiled code comes from: the wheel, a compiler, or None if from neither."""
     with suppress(ValueError):
-        found = _prebuilt(compiler.SOURCE, compiler.MACROS[0])
-        if found is not None:
-            return f"in the wheel, for {found[1].name}"
+        prebuilt = _prebuilt(compiler.SOURCE, compiler.MACROS[0])
+        if prebuilt is not None:
+            return f"in the wheel, for {prebuilt[1].name}"
     name = compiler.version()
     return name and f"here, by {name}"
 
@@ -173,15 +173,15 @@ def _prebuilt(source: Path, macro: str) -> tuple[ctypes.CDLL, compiler.Target] |
     for target in compiler.TARGETS.get(platform.machine(), ()):
         library = folder / compiler.library_name(source, macro, target)
         if lacking := target.needs - features:
-            why = f"this processor lacks {', '.join(sorted(lacking))}"
+            reason = f"this processor lacks {', '.join(sorted(lacking))}"
         elif not library.exists():
-            why = f"not in {folder}: the library there was made from another source"
+            reason = f"not in {folder}: the library there was made from another source"
         else:
             try:
                 return _load(library), target
             except OSError as error:
-                why = str(error)
-        logger.debug("%s is skipped: %s", library.name, why)
+                reason = str(error)
+        logger.debug("%s is skipped: %s", library.name, reason)
     return None
 
 
@@ -196,30 +196,30 @@ def _made_here(source: Path, macro: str) -> ctypes.CDLL:
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = folder.resolve()  # follow links now, so that checks and writes see the same folder
-    library, why = folder / name, ""
+    library, reason = folder / name, ""
     if not (_is_whole(library) or os.access(folder, os.W_OK)):
-        why = "it takes no files. Set XDG_CACHE_HOME to a folder that does"
-    elif (place := files.open_to_others(library)) is not None:
-        why = f"others can change {place}. Own it, and take away their write access: chmod go-w"
-    if why:
+        reason = "it takes no files. Set XDG_CACHE_HOME to a folder that does"
+    elif (path := files.open_to_others(library)) is not None:
+        reason = f"others can change {path}. Own it, and take away their write access: chmod go-w"
+    if reason:
         text = "code in %s is not used but compiled again for each process: %s"
-        _log_once(logging.WARNING, text, folder, why)
-        with tempfile.TemporaryDirectory() as own:
-            compiler.make_library(Path(own) / name, source, macro, target)
-            return _load(Path(own) / name)
+        _log_once(logging.WARNING, text, folder, reason)
+        with tempfile.TemporaryDirectory() as scratch:
+            compiler.make_library(Path(scratch) / name, source, macro, target)
+            return _load(Path(scratch) / name)
     if not _is_whole(library):
         text = "compiling once for this processor, half a minute or more, into %s"
         _log_once(logging.WARNING, text, folder)
-        with files.replacing(library, private=True) as new:
-            compiler.make_library(new, source, macro, target)
+        with files.replacing(library, private=True) as file:
+            compiler.make_library(file, source, macro, target)
     return _load(library)
 
 
 def _is_whole(library: Path) -> bool:
     """Whether the file has its end, the ELF section table: loading a truncated one crashes."""
     with suppress(OSError, struct.error):
-        kind, start, each, count = struct.unpack_from("<4s36xQ10xHH", data := library.read_bytes())
-        return bool(kind != b"\x7fELF" or len(data) >= start + each * count)
+        kind, start, size, count = struct.unpack_from("<4s36xQ10xHH", data := library.read_bytes())
+        return bool(kind != b"\x7fELF" or len(data) >= start + size * count)
     return False
 
 
@@ -244,9 +244,9 @@ def processor_features() -> set[str]:
     except OSError:
         return set()
     facts = (line.partition(":") for line in lines)
-    said = (words for name, _, words in facts if name.strip() in ("flags", "Features"))
-    found = set(next(said, "").split())
-    return found if _tiles_allowed() else found - {"amx_tile"}
+    texts = (text for name, _, text in facts if name.strip() in ("flags", "Features"))
+    features = set(next(texts, "").split())
+    return features if _tiles_allowed() else features - {"amx_tile"}
 
 
 @cache
@@ -273,14 +273,14 @@ class FilePages:
     @cached_property
     def _ranges(self) -> list[tuple[int, int]]:
         """First and last address of each file mapping without private pages."""
-        found = list[tuple[int, int]]()
+        ranges = list[tuple[int, int]]()
         with suppress(AttributeError, OSError, ValueError, psutil.Error):  # no readable /proc
-            for one in psutil.Process().memory_maps(grouped=False):
-                own = one.anonymous or one.swap or not _PERMISSIONS.fullmatch(one.perms)
-                if one.path.startswith("/") and not own:  # releasing a private page would lose it
-                    start, end = one.addr.split("-")
-                    found.append((int(start, 16), int(end, 16)))
-        return found
+            for area in psutil.Process().memory_maps(grouped=False):
+                kept = area.anonymous or area.swap or not _PERMISSIONS.fullmatch(area.perms)
+                if area.path.startswith("/") and not kept:  # releasing a private page would lose it
+                    start, end = area.addr.split("-")
+                    ranges.append((int(start, 16), int(end, 16)))
+        return ranges
 
     def release(self, module: nn.Module) -> None:
         """Free the memory of a module's large parameters that are unchanged pages of a file."""
@@ -348,11 +348,11 @@ class QuantisedWeight(Tensor):
         """`rows`: default all, in order. Raises ValueError without compiled code."""
         inner, in_order = blocks.shape[1] // kind.nbytes * kind.inputs, rows is None
         rows = torch.arange(len(blocks)) if rows is None else rows
-        made: QuantisedWeight = Tensor._make_wrapper_subclass(cls, (len(rows), inner), dtype=dtype)
-        made.blocks, made.format, made.rows, made.kept = blocks, kind, rows, None
-        made.inputs, made.numbers, made.in_order = inner, dtype, in_order
-        made.expander = library(dtype).expand_blocks
-        return made
+        self: QuantisedWeight = Tensor._make_wrapper_subclass(cls, (len(rows), inner), dtype=dtype)
+        self.blocks, self.format, self.rows, self.kept = blocks, kind, rows, None
+        self.inputs, self.numbers, self.in_order = inner, dtype, in_order
+        self.expander = library(dtype).expand_blocks
+        return self
 
     def __repr__(self) -> str:  # type: ignore[override]  # tensors take an option for contents
         return f"QuantisedWeight({list(self.shape)}, {self.dtype})"
@@ -370,8 +370,8 @@ class QuantisedWeight(Tensor):
         if self.kept is not None:
             return self.kept if rows is None else self.kept[rows]
         places = self.rows if rows is None else self.rows[rows.flatten()]
-        found = self._at(len(places), places.data_ptr())
-        return found if rows is None else found.view(*rows.shape, self.inputs)
+        numbers = self._at(len(places), places.data_ptr())
+        return numbers if rows is None else numbers.view(*rows.shape, self.inputs)
 
     def listed(self, rows: Sequence[int]) -> Tensor:
         """The same for rows that are on the host, [T, in]: one call instead of five of torch."""
@@ -382,10 +382,10 @@ class QuantisedWeight(Tensor):
 
     def _at(self, count: int, places: Any) -> Tensor:
         """Expand `count` rows; `places`: their rows in `blocks`, an address or an array."""
-        found = torch.empty(count, self.inputs, dtype=self.numbers)
-        blocks, to = self.blocks.data_ptr(), found.data_ptr()
-        self.expander(self.format.number, self.inputs, count, places, blocks, to)
-        return found
+        numbers = torch.empty(count, self.inputs, dtype=self.numbers)
+        blocks, target = self.blocks.data_ptr(), numbers.data_ptr()
+        self.expander(self.format.number, self.inputs, count, places, blocks, target)
+        return numbers
 
     @classmethod
     def __torch_function__(
@@ -418,9 +418,9 @@ class QuantisedWeight(Tensor):
         weight = args[0]
         if func in _SAME and isinstance(weight, QuantisedWeight):
             with torch.inference_mode(False):  # autograd counts changes of the tensors it returns
-                made = QuantisedWeight(weight.blocks, weight.format, weight.dtype, weight.rows)
-                made.kept, made.in_order = weight.kept, weight.in_order
-                return made
+                alias = QuantisedWeight(weight.blocks, weight.format, weight.dtype, weight.rows)
+                alias.kept, alias.in_order = weight.kept, weight.in_order
+                return alias
         if func._schema.is_mutable and isinstance(weight, QuantisedWeight):
             raise RuntimeError(_UNCHANGEABLE)
         return func(*_expanded(args), **_expanded(dict(kwargs or {})))
@@ -463,14 +463,14 @@ _PIECE = 1 << 22  # weights that are expanded at a time: they stay in caches and
 
 def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's
     """The `linear` of torch; large weights are expanded, used and dropped piece by piece."""
-    whole = torch.nn.functional.linear
+    linear = torch.nn.functional.linear
     rows = max(1, _PIECE // weight.shape[1])
     x = _expanded(input)
     if not isinstance(weight, QuantisedWeight) or weight.kept is not None or len(weight) <= rows:
-        return whole(x, _expanded(weight), bias)
+        return linear(x, _expanded(weight), bias)
     pieces = torch.arange(len(weight)).split(rows)
     parts = [
-        whole(x, weight.expanded(piece), None if bias is None else bias[piece]) for piece in pieces
+        linear(x, weight.expanded(piece), None if bias is None else bias[piece]) for piece in pieces
     ]
     return torch.cat(parts, dim=-1)
 
@@ -495,18 +495,18 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     """The kernels for numbers of `dtype`. Raises ValueError, with the reason, if there are none."""
     if dtype not in DTYPES:
         raise ValueError(f"compiled code reads float32 and bfloat16, not {dtype}")
-    found = compiled(SOURCE, MACROS[dtype == torch.bfloat16])
-    whole, pointer = ctypes.c_long, ctypes.c_void_p
+    kernels = compiled(SOURCE, MACROS[dtype == torch.bfloat16])
+    integer, pointer = ctypes.c_long, ctypes.c_void_p
     arguments = {"run": (1, 2), "pack": (2, 2), "linear_layer": (3, 4)}
     arguments |= dict.fromkeys(("pack_blocks", "expand_blocks"), (3, 3))
-    for name, (wholes, addresses) in arguments.items():
-        function = getattr(found, name)
-        function.argtypes, function.restype = (whole,) * wholes + (pointer,) * addresses, None
-    found.likeliest.argtypes = *(whole,) * 3, ctypes.c_float, *(pointer,) * 3
-    found.likeliest.restype = None
-    found.panel_bytes.argtypes, found.form_of.argtypes = (whole, whole), (whole,)
-    found.panel_bytes.restype = found.form_of.restype = whole
-    return found
+    for name, (integers, addresses) in arguments.items():
+        function = getattr(kernels, name)
+        function.argtypes, function.restype = (integer,) * integers + (pointer,) * addresses, None
+    kernels.likeliest.argtypes = *(integer,) * 3, ctypes.c_float, *(pointer,) * 3
+    kernels.likeliest.restype = None
+    kernels.panel_bytes.argtypes, kernels.form_of.argtypes = (integer, integer), (integer,)
+    kernels.panel_bytes.restype = kernels.form_of.restype = integer
+    return kernels
 
 
 def likeliest(
@@ -517,11 +517,11 @@ def likeliest(
     First ids, then chances, descending; ties go to the first. `dtype`: that of the library to use.
     """
     rows, size = logits.shape
-    logits, found = logits.contiguous(), logits.new_empty(rows, 2 * count)
-    places = None if ids is None else ids.data_ptr()
-    addresses = logits.data_ptr(), places, found.data_ptr()
+    logits, output = logits.contiguous(), logits.new_empty(rows, 2 * count)
+    ids_address = None if ids is None else ids.data_ptr()
+    addresses = logits.data_ptr(), ids_address, output.data_ptr()
     library(dtype).likeliest(rows, size, count, temperature, *addresses)
-    return found
+    return output
 
 
 def has_bfloat16_dots() -> bool:
@@ -549,8 +549,8 @@ def _in_stripes(weights: Sequence[Tensor], order: Tensor | None) -> list[Tensor]
             parts = zip(runs, places.split([length for _, length in runs]), strict=True)
             return [rows_of(weights[at], rows - starts[at]) for (at, _), rows in parts]
     plain = [_expanded(weight) for weight in weights]
-    whole = torch.cat(plain) if len(plain) > 1 else plain[0]
-    return [whole if order is None else whole[order]]
+    joined = torch.cat(plain) if len(plain) > 1 else plain[0]
+    return [joined if order is None else joined[order]]
 
 
 def in_panels(weights: Tensor) -> Tensor:
@@ -559,9 +559,9 @@ def in_panels(weights: Tensor) -> Tensor:
     count, outputs, inner = weights.shape
     odd = inner % 2 if weights.dtype == torch.bfloat16 else 0
     panels = weights.new_empty(count, -(-outputs // PANEL) * PANEL * (inner + odd))
-    for weight, to in zip(weights, panels, strict=True):
+    for weight, target in zip(weights, panels, strict=True):
         weight = weight.contiguous()
-        functions.pack(inner, outputs, weight.data_ptr(), to.data_ptr())
+        functions.pack(inner, outputs, weight.data_ptr(), target.data_ptr())
     return panels
 
 
@@ -625,7 +625,7 @@ class CompiledLinear:
         if rows.dtype != self.dtype or rows.shape[-1] != self.in_features:  # else memory is misread
             raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of this layer")
         rows = rows.contiguous()
-        result = rows.new_empty(*rows.shape[:-1], self.out_features)
+        outputs = rows.new_empty(*rows.shape[:-1], self.out_features)
         self._linear_layer(
             rows.numel() // self.in_features,
             self.in_features,
@@ -633,6 +633,6 @@ class CompiledLinear:
             rows.data_ptr(),
             self.address,
             None if self.bias is None else self.bias.data_ptr(),
-            result.data_ptr(),
+            outputs.data_ptr(),
         )
-        return result
+        return outputs
