@@ -52,7 +52,7 @@ def of_layer(layer: int, num_layers: int) -> str:
     """The colour of an exit layer on the ramp, mixed as by CSS's color-mix in srgb."""
     place = min(layer / num_layers, 0.999) * (len(RAMP) - 1)
     low = int(place)
-    pairs = zip(*(bytes.fromhex(end[1:]) for end in RAMP[low : low + 2]), strict=True)
+    pairs = zip(*(bytes.fromhex(colour[1:]) for colour in RAMP[low : low + 2]), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * (place % 1)):02x}" for a, b in pairs)
 
 
@@ -64,7 +64,7 @@ def page(
     A value that looks like a placeholder is not filled again.
     """
     style = style_of(package, f"{name}.css")
-    script = "\n".join((_asset(__name__, "dom.js"), *(_asset(package, one) for one in scripts)))
+    script = "\n".join((_asset(__name__, "dom.js"), *(_asset(package, file) for file in scripts)))
     values |= {"style": style, "script": script, "policy": policy(script, style, *rules)}
     template = _asset(package, f"{name}.html")
     html = re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
@@ -73,17 +73,17 @@ def page(
 
 def style_of(package: str, name: str) -> str:
     """CSS of a page: the colours, the style of all pages, and its own style."""
-    named = {name: f"light-dark({tone.light}, {tone.dark})" for name, tone in TONES.items()}
-    named |= {"seen": SEEN, "grammar": GRAMMAR, "second": SECOND}
-    named |= dict(zip(("shallow", "middle", "deep"), RAMP, strict=True))
-    colours = (":root {", *(f"  --{name}: {said};" for name, said in named.items()), "}")
-    return "\n".join((*colours, _asset(__name__, "look.css"), _asset(package, name)))
+    colours = {name: f"light-dark({tone.light}, {tone.dark})" for name, tone in TONES.items()}
+    colours |= {"seen": SEEN, "grammar": GRAMMAR, "second": SECOND}
+    colours |= dict(zip(("shallow", "middle", "deep"), RAMP, strict=True))
+    lines = (":root {", *(f"  --{name}: {colour};" for name, colour in colours.items()), "}")
+    return "\n".join((*lines, _asset(__name__, "look.css"), _asset(package, name)))
 
 
 def policy(script: str, style: str, *more: str) -> str:
     """A Content-Security-Policy: nothing is loaded, only our script runs; `more`: directives."""
     digests = (hashlib.sha256(text.encode("utf-8")).digest() for text in (script, style))
-    scripts, styles = (f"'sha256-{base64.b64encode(one).decode('ascii')}'" for one in digests)
+    scripts, styles = (f"'sha256-{base64.b64encode(digest).decode('ascii')}'" for digest in digests)
     rules = ("default-src 'none'", f"script-src {scripts}", f"style-src {styles}", "img-src data:")
     return "; ".join((*rules, "base-uri 'none'", "form-action 'none'", *more))
 
