@@ -42,25 +42,25 @@ class Selfspec(llm.Model):
         conversation: Any,  # noqa: ARG002  # its turns are in the prompt
     ) -> Iterator[str]:
         """Yield pieces of the answer to a prompt, which holds the earlier turns."""
-        asked = prompt.options.model_dump(exclude_none=True)
-        given = (asked.pop(name, None) for name in ("model", "heads", "chat_template"))
-        speculator, idle = _loaded(*given)
-        asked |= {"max_new_tokens": asked.pop("max_tokens", None), "json_schema": prompt.schema}
+        options = prompt.options.model_dump(exclude_none=True)
+        arguments = (options.pop(name, None) for name in ("model", "heads", "chat_template"))
+        speculator, sessions = _loaded(*arguments)
+        options |= {"max_new_tokens": options.pop("max_tokens", None), "json_schema": prompt.schema}
         turns = [
             {"role": turn.role, "content": "".join(getattr(one, "text", "") for one in turn.parts)}
             for turn in prompt.messages
         ]
         try:
-            session = idle.pop()
+            session = sessions.pop()
         except IndexError:
             session = speculator.session()
         try:
-            answer = session.stream(turns, **asked)
+            answer = session.stream(turns, **options)
             yield from answer
         finally:
-            idle.append(session)
-        done = answer.result
-        response.set_usage(input=done.stats.prompt_tokens, output=len(done.token_ids))
+            sessions.append(session)
+        generation = answer.result
+        response.set_usage(input=generation.stats.prompt_tokens, output=len(generation.token_ids))
 
 
 @functools.lru_cache(1)

@@ -40,8 +40,8 @@ class _InAnswer(StoppingCriteria):
         self._stops, self._start = stops, start
 
     def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        found: Tensor = self._stops(ids[:, self._start :], scores)
-        return found
+        stops: Tensor = self._stops(ids[:, self._start :], scores)
+        return stops
 
     def for_row(self, _: int) -> _InAnswer:
         return self
@@ -57,12 +57,12 @@ class Selfspec(HFLM):
 
     def __init__(self, pretrained: str | None = None, **given: Any) -> None:
         check_keys(given, _OURS | _THEIRS | {"pretrained"}, "model argument")
-        ours = {name: given.pop(name) for name in _OURS & given.keys()}
-        if ours.get("heads", "") is None:  # lm-eval parses heads=none as None
-            ours["heads"] = "none"
-        if "cuda" in str(ours.get("device")) and not torch.cuda.is_available():
-            del ours["device"]  # lm-eval's own default
-        self.speculator = speculator.load(pretrained, **ours)
+        keywords = {name: given.pop(name) for name in _OURS & given.keys()}
+        if keywords.get("heads", "") is None:  # lm-eval parses heads=none as None
+            keywords["heads"] = "none"
+        if "cuda" in str(keywords.get("device")) and not torch.cuda.is_available():
+            del keywords["device"]  # lm-eval's own default
+        self.speculator = speculator.load(pretrained, **keywords)
         logger = logging.getLogger(HFLM.__module__)
         level = logger.level
         logger.setLevel(logging.ERROR)  # it warns about models that are already loaded
@@ -75,28 +75,28 @@ class Selfspec(HFLM):
         self, context: Tensor, max_length: int, stop: list[str], **options: Any
     ) -> Tensor:
         """Left-padded prompts [B, P] -> prompts and answers [B, longest]."""
-        write, ends = self.speculator.hf(), stop_strings(self.tokenizer, stop) if stop else None
+        generate, stops = self.speculator.hf(), stop_strings(self.tokenizer, stop) if stop else None
 
-        def written(*given: Any, stopping_criteria: StoppingCriteriaList, **more: Any) -> Any:
-            if ends is not None:
-                stopping_criteria.append(_InAnswer(ends, context.shape[1]))
-            return write(*given, stopping_criteria=stopping_criteria, **more)
+        def written(*inputs: Any, stopping_criteria: StoppingCriteriaList, **keywords: Any) -> Any:
+            if stops is not None:
+                stopping_criteria.append(_InAnswer(stops, context.shape[1]))
+            return generate(*inputs, stopping_criteria=stopping_criteria, **keywords)
 
-        found: Tensor = super()._model_generate(
+        tokens: Tensor = super()._model_generate(
             context, max_length, [], custom_generate=written, **options
         )
-        return found
+        return tokens
 
 
 def run(arguments: Sequence[str]) -> None:
     """Run lm-eval's command line, with the model `selfspec` by default. Raises InvalidOption."""
-    words = list(arguments) or ["run", "--help"]
-    if words[0] not in ("ls", "validate"):
-        words = ["run", "--model", "selfspec", *words[words[0] == "run" :]]
-    before, sys.argv = sys.argv, ["lm-eval", *words]
+    command = list(arguments) or ["run", "--help"]
+    if command[0] not in ("ls", "validate"):
+        command = ["run", "--model", "selfspec", *command[command[0] == "run" :]]
+    argv, sys.argv = sys.argv, ["lm-eval", *command]
     try:
         cli_evaluate()
     except (AssertionError, KeyError, ValueError) as error:
         raise InvalidOption(f"lm-eval: {first_line(error)}") from error
     finally:
-        sys.argv = before
+        sys.argv = argv
