@@ -59,32 +59,32 @@ def workers(count: int, make: Callable[[], Callable[[Any], Any]]) -> Iterator[Su
     cluster has cores, or GPUs if it has any, and SelfspecError if a worker dies repeatedly. The
     error of a task is raised by the function that awaits its result.
     """
-    own: dict[str, Any] = {} if CLUSTER else {"num_cpus": max(count, cores())}
-    with started(CLUSTER or "local", **own):
-        found = ray.cluster_resources()
-        cpus, gpus = int(found.get("CPU", 0)), int(found.get("GPU", 0))
+    options: dict[str, Any] = {} if CLUSTER else {"num_cpus": max(count, cores())}
+    with started(CLUSTER or "local", **options):
+        resources = ray.cluster_resources()
+        cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
         if count > (most := gpus or cpus):
             raise InvalidOption(f"workers is {count}, Ray has {most} {'GPUs' if gpus else 'cores'}")
-        each = str(max(1, (cpus if CLUSTER else cores()) // count))
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", each)}
-        kind = ray.remote(
+        share = str(max(1, (cpus if CLUSTER else cores()) // count))
+        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", share)}
+        actor = ray.remote(
             num_cpus=1,
             num_gpus=min(1, gpus),
             max_restarts=-1,
             max_task_retries=_TRIES,
             scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": threads},
+            runtime_env={"env_vars": variables},
         )(_Worker)
-        given = [ray.put(make)]  # in a list, the reference is not resolved before a worker asks
-        made: list[Any] = [kind.remote() for _ in range(count)]
+        reference = [ray.put(make)]  # in a list, the reference is not resolved before a worker asks
+        processes: list[Any] = [actor.remote() for _ in range(count)]
         idle = SimpleQueue[Any]()
-        for worker in made:
+        for worker in processes:
             idle.put(worker)
 
         def done(task: Any) -> Any:
             worker = idle.get()
             try:
-                return ray.get(worker.do.remote(given, task))
+                return ray.get(worker.do.remote(reference, task))
             except RayTaskError as error:
                 raise error.cause from None
             except RayError as error:
@@ -95,25 +95,25 @@ def workers(count: int, make: Callable[[], Callable[[Any], Any]]) -> Iterator[Su
             finally:
                 idle.put(worker)
 
-        waiting = ThreadPoolExecutor(count)
+        executor = ThreadPoolExecutor(count)
         try:
-            yield lambda task: waiting.submit(done, task).result
+            yield lambda task: executor.submit(done, task).result
         finally:
-            waiting.shutdown(wait=False, cancel_futures=True)
-            for worker in made:
+            executor.shutdown(wait=False, cancel_futures=True)
+            for worker in processes:
                 ray.kill(worker)
-            waiting.shutdown()
+            executor.shutdown()
 
 
 def in_order(submit: Submit, ahead: int, tasks: Iterable[Any]) -> Iterator[Any]:
     """Yield results in the order of their tasks, with at most `ahead` tasks running."""
-    begun = deque[Callable[[], Any]]()
+    pending = deque[Callable[[], Any]]()
     for task in tasks:
-        begun.append(submit(task))
-        if len(begun) == ahead:
-            yield begun.popleft()()
-    while begun:
-        yield begun.popleft()()
+        pending.append(submit(task))
+        if len(pending) == ahead:
+            yield pending.popleft()()
+    while pending:
+        yield pending.popleft()()
 
 
 class _Worker:

@@ -76,10 +76,10 @@ class SpeculationOptions:
         check_keys([self.drafter], parts.TOGETHER, "drafter")
         if self.require_lossless and self.loss is not None:
             raise InvalidOption(f"{self.loss} is lossy, but require_lossless is set. Leave one out")
-        needed = {f"{kind}:max_tokens": width for kind, width in self.widths.items()}
+        widths = {f"{kind}:max_tokens": width for kind, width in self.widths.items()}
         if isinstance(self.controller, parts.Bounded):
-            needed[f"{self.controller.kind}:shortest"] = self.controller.shortest
-        for name, width in needed.items():
+            widths[f"{self.controller.kind}:shortest"] = self.controller.shortest
+        for name, width in widths.items():
             if self.pinned and self.pinned_rows <= width:
                 raise InvalidOption(
                     f"pinned_rows is {self.pinned_rows}, but {name} {width} needs at least "
@@ -105,13 +105,13 @@ class SpeculationOptions:
     @property
     def most_drafts(self) -> int:
         """Maximum tokens of a tree."""
-        most = (self.lookahead if self.uses("lookahead") else self.tree).max_rows
-        return min(most, self.pinned_rows if self.pinned else most) - 1
+        rows = (self.lookahead if self.uses("lookahead") else self.tree).max_rows
+        return min(rows, self.pinned_rows if self.pinned else rows) - 1
 
     @property
     def widths(self) -> dict[str, int]:
         """W_max of each drafter in use; lookahead has none, since it fits the room there is."""
-        return {one.kind: one.max_tokens for one in self._used if one.kind != "lookahead"}
+        return {part.kind: part.max_tokens for part in self._used if part.kind != "lookahead"}
 
     @property
     def loss(self) -> str | None:
@@ -151,49 +151,49 @@ class SpeculationOptions:
         if not isinstance(values, Mapping):
             raise InvalidOption(f"options are {shown(values)}, expected names and values")
         check_keys(values, vars(self), "option")
-        found = ({"speculate": True} if "drafter" in values else {}) | dict(values)
+        changes = ({"speculate": True} if "drafter" in values else {}) | dict(values)
         for name in ("costs", *_SETTINGS):
             if name in values:
-                found[name] = parts.with_settings(getattr(self, name), values[name])
+                changes[name] = parts.with_settings(getattr(self, name), values[name])
         for name, kinds in parts.KINDS.items():
             if name not in values:
                 continue
-            kept = vars(self) | found
-            present = {kind: kept.get(_field(kind)) or made() for kind, made in kinds.items()}
+            options = vars(self) | changes
+            present = {kind: options.get(_field(kind)) or cls() for kind, cls in kinds.items()}
             if name != "drafter":
                 present[getattr(self, name).kind] = getattr(self, name)
-            chosen = parts.parsed(name, values[name], kinds, present)
+            choices = parts.parsed(name, values[name], kinds, present)
             if name == "drafter":
-                found[name] = "+".join(part.kind for part in chosen)
-                found |= {_field(part.kind): part for part in chosen if part.kind != "none"}
-            elif len(chosen) == 1:
-                found[name] = chosen[0]
+                changes[name] = "+".join(part.kind for part in choices)
+                changes |= {_field(part.kind): part for part in choices if part.kind != "none"}
+            elif len(choices) == 1:
+                changes[name] = choices[0]
             else:
-                wrong = f"{name} is {shown(values[name])}, expected one kind"
-                raise InvalidOption(f"{wrong}. Leave the others out")
-        return replace(self, **found)
+                reason = f"{name} is {shown(values[name])}, expected one kind"
+                raise InvalidOption(f"{reason}. Leave the others out")
+        return replace(self, **changes)
 
     def described(self) -> dict[str, Any]:
         """The keywords for these options, as text if they have settings, ready for JSON."""
-        found = {name: getattr(self, name) for name in OPTION_NAMES} | {
+        keywords = {name: getattr(self, name) for name in OPTION_NAMES} | {
             "drafter": "+".join(map(parts.as_text, self._used)) or "none",
             "controller": parts.as_text(self.controller),
             # in full, since the heads' defaults apply to easd as text
             "acceptance": parts.as_text(self.acceptance, full=self.acceptance.kind == "easd"),
             "costs": parts.settings_text(self.costs),
         }
-        return {name: value for name, value in found.items() if value != ""}
+        return {name: value for name, value in keywords.items() if value != ""}
 
     def differing(self) -> dict[str, Any]:
         """The fewest values with which `updated` makes these of the built-in options, for JSON."""
         idle = [name for name in _SETTINGS if not self.uses(name.replace("_", "-"))]
-        found = {name: parts.settings_text(getattr(self, name)) for name in idle} | self.described()
-        usual = dict.fromkeys(idle, "") | SpeculationOptions().described()
-        return {name: value for name, value in found.items() if value != usual.get(name)}
+        texts = {name: parts.settings_text(getattr(self, name)) for name in idle} | self.described()
+        defaults = dict.fromkeys(idle, "") | SpeculationOptions().described()
+        return {name: value for name, value in texts.items() if value != defaults.get(name)}
 
     @property
     def _used(self) -> list[Any]:
-        return [getattr(self, _field(one)) for one in self.drafter.split("+") if one != "none"]
+        return [getattr(self, _field(kind)) for kind in self.drafter.split("+") if kind != "none"]
 
 
 def _field(kind: str) -> str:
@@ -214,15 +214,15 @@ def check(values: Mapping[str, Any], *, beside: Sequence[str] = ()) -> None:
     in `beside` are also suggested for unknown ones.
     """
     check_keys(values, [*OPTION_NAMES, *beside], "option")
-    rows_later = {"pinned": None} if values.get("pinned") is True else {}
-    SpeculationOptions().updated({**values, **rows_later})
+    override = {"pinned": None} if values.get("pinned") is True else {}
+    SpeculationOptions().updated({**values, **override})
 
 
 def check_request(values: Mapping[str, Any]) -> None:
     """Raise InvalidOption for drafts that cost more than a client of a server may request."""
-    asked = SpeculationOptions().updated(values)
+    options = SpeculationOptions().updated(values)
     for name in (*_SETTINGS, "controller"):
-        parts.check_asked(getattr(asked, name))
+        parts.check_asked(getattr(options, name))
 
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -342,18 +342,18 @@ def grammar_of_schema(schema: Mapping[str, Any] | bool) -> Grammar:
         expected = "a schema, or True for any object"
         raise InvalidOption(f"json_schema is {shown(schema)}, expected {expected}")
     try:
-        found = matcher_class().grammar_from_json_schema(dict(schema), overrides=WRITING)
+        text = matcher_class().grammar_from_json_schema(dict(schema), overrides=WRITING)
     except (RecursionError, TypeError, ValueError) as error:
         raise InvalidOption(f"json_schema cannot be read: {first_line(error)}") from error
-    return Grammar("json_schema", found)
+    return Grammar("json_schema", text)
 
 
 def check_grammar(grammar: Grammar) -> None:
     """Raise InvalidOption for grammars that llguidance does not support; may take seconds."""
-    wrong, said = matcher_class().validate_grammar_with_warnings(grammar.text)
-    if wrong:
-        why = said[0].rstrip(".")
-        raise InvalidOption(f"{grammar.keyword} is not supported: {why}. Change or leave it out")
+    failed, messages = matcher_class().validate_grammar_with_warnings(grammar.text)
+    if failed:
+        reason = messages[0].rstrip(".")
+        raise InvalidOption(f"{grammar.keyword} is not supported: {reason}. Change or leave it out")
 
 
 def matcher_class() -> type[LLMatcher]:

@@ -36,9 +36,9 @@ class SelfspecError(Exception):
     def _render_traceback_(self) -> list[str]:
         """Lines that IPython shows: the caller's own frames and the message."""
         frames = traceback.extract_tb(self.__traceback__)
-        own = takewhile(lambda frame: not frame.filename.startswith(_OURS), frames)
-        shown = [frame for frame in own if "IPython" not in Path(frame.filename).parts]
-        lines = "".join(traceback.format_list(shown)).splitlines()
+        callers = takewhile(lambda frame: not frame.filename.startswith(_OURS), frames)
+        stack = [frame for frame in callers if "IPython" not in Path(frame.filename).parts]
+        lines = "".join(traceback.format_list(stack)).splitlines()
         return [*lines, f"{type(self).__name__}: {self}"]
 
 
@@ -101,8 +101,8 @@ class CannotWrite(SelfspecError):
 def first_line(error: BaseException) -> str:
     """The message of another library's error, on one line."""
     lines = str(error).split("\n") if str(error).strip() else [type(error).__name__]
-    said = [line.strip() for line in lines if line.strip()]
-    return " ".join(said[: 2 if said[0].endswith(":") else 1]).rstrip(" .:")
+    texts = [line.strip() for line in lines if line.strip()]
+    return " ".join(texts[: 2 if texts[0].endswith(":") else 1]).rstrip(" .:")
 
 
 # --- values, names and types
@@ -137,10 +137,10 @@ def check_keys(values: Iterable[str], known: Iterable[str], kind: str) -> None:
         if key in names:
             continue
         # suggest names that begin with the key, else the most similar name
-        near = [name for name in names if len(key) > 2 and name.startswith(f"{key}_")]
-        near = near or difflib.get_close_matches(key, names, n=1, cutoff=0.7)
-        hint = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(names)}"
-        if not near and len(names) > _MOST_LISTED:
+        matches = [name for name in names if len(key) > 2 and name.startswith(f"{key}_")]
+        matches = matches or difflib.get_close_matches(key, names, n=1, cutoff=0.7)
+        hint = f"Did you mean {' or '.join(matches)}?" if matches else f"Known: {', '.join(names)}"
+        if not matches and len(names) > _MOST_LISTED:
             hint = "Leave it out: no known name is like it"
         raise InvalidOption(f"unknown {kind} {key!r}. {hint}")
 
@@ -166,10 +166,10 @@ def record_of(kind: type[_Kind], values: Any) -> _Kind:
         raise InvalidOption(f"it is {shown(values)}, expected a mapping")
     hints = annotations_of(kind)
     check_keys(values, hints, "entry")
-    made = {name: _as_hinted(value, hints[name]) for name, value in values.items()}
-    check_types(made, hints)
+    entries = {name: _as_hinted(value, hints[name]) for name, value in values.items()}
+    check_types(entries, hints)
     try:
-        return kind(**made)
+        return kind(**entries)
     except TypeError as error:  # an entry is missing
         raise InvalidOption(first_line(error).partition("() ")[2]) from error
 
@@ -182,10 +182,10 @@ def _as_hinted(value: Any, hint: Any) -> Any:
     if isinstance(hint, type) and is_dataclass(hint):
         return value if isinstance(value, hint) else record_of(hint, value)
     if isinstance(value, list) and inner:
-        made = [_as_hinted(one, inner[0]) for one in value]
-        return tuple(made) if origin is tuple else made
+        entries = [_as_hinted(entry, inner[0]) for entry in value]
+        return tuple(entries) if origin is tuple else entries
     if isinstance(value, dict) and inner:
-        return {key: _as_hinted(one, inner[-1]) for key, one in value.items()}
+        return {key: _as_hinted(entry, inner[-1]) for key, entry in value.items()}
     return value
 
 
@@ -194,13 +194,13 @@ def require_same(
 ) -> None:
     """Raise InvalidOption naming the first option that differs from the run begun at `place`."""
     names = begun_with.keys() | given.keys()
-    for name in sorted(names, key=lambda one: (one == "fingerprint", one)):  # last: least useful
-        before, now = begun_with.get(name), given.get(name)
-        if before != now:
-            words = f"{name} {before}, not {now}"
-            words = words if len(words) <= 100 else f"another {name}"
+    for name in sorted(names, key=lambda name: (name == "fingerprint", name)):  # last: least useful
+        old, new = begun_with.get(name), given.get(name)
+        if old != new:
+            option = f"{name} {old}, not {new}"
+            option = option if len(option) <= 100 else f"another {name}"
             raise InvalidOption(
-                f"{place} was begun with {words}. Give the same options to go on, another "
+                f"{place} was begun with {option}. Give the same options to go on, another "
                 f"--output, or {way_out}"
             )
 
@@ -230,7 +230,7 @@ def fits(value: Any, hint: Any) -> bool:
         return False
     if origin is tuple and inner and inner[-1] is not Ellipsis:
         return len(value) == len(inner) and all(map(fits, value, inner))
-    return not inner or all(fits(one, inner[0]) for one in value)
+    return not inner or all(fits(entry, inner[0]) for entry in value)
 
 
 def hint_name(hint: Any) -> str:
@@ -241,8 +241,8 @@ def hint_name(hint: Any) -> str:
         return " or ".join(map(str, inner))
     if origin in (list, tuple):
         kinds = dict.fromkeys(entry for entry in inner if entry is not Ellipsis)
-        several = [_WORDS.get(kind, (hint_name(kind),) * 2)[1] for kind in kinds]
-        return f"a list of {' and '.join(several)}" if several else "a list"
+        plurals = [_WORDS.get(kind, (hint_name(kind),) * 2)[1] for kind in kinds]
+        return f"a list of {' and '.join(plurals)}" if plurals else "a list"
     if origin is Callable:
         return "a function"
     return _WORDS.get(origin, (f"a {getattr(hint, '__name__', hint)}",) * 2)[0]

@@ -66,11 +66,11 @@ def cache_folder() -> Path:
 
 def cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Cores that this process may use, which taskset or a container may limit."""
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # no such file, or "max": no limit
         quota, period = map(int, limit.read_text().split())
-        own = max(1, min(own, round(quota / period)))
-    return own
+        cpus = max(1, min(cpus, round(quota / period)))
+    return cpus
 
 
 def local_path(name: str | Path) -> Path:
@@ -94,12 +94,12 @@ def is_url(name: object) -> bool:
 
 def sha256(path: Path, begin: bytes = b"", size: int = sys.maxsize) -> str:
     """The hash of `begin` and a file's first bytes. Raises InvalidData if it cannot be read."""
-    found = hashlib.sha256(begin)
+    digest = hashlib.sha256(begin)
     with open_bytes(path) as file:
         while block := file.read(min(1 << 20, size)):
-            found.update(block)
+            digest.update(block)
             size -= len(block)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 # --- checks before long work begins
@@ -145,12 +145,12 @@ def check_folder(
     for path in paths:
         _refuse_special(path)
     refuse_inputs(paths, reads)
-    if there := [path.name for path in paths if path.exists()]:
-        holds = f"{folder} holds {there[0]}"
+    if clashes := [path.name for path in paths if path.exists()]:
+        reason = f"{folder} holds {clashes[0]}"
         if not is_ours(folder):
-            raise CannotWrite(f"{holds}, which selfspec did not write. Name another folder")
+            raise CannotWrite(f"{reason}, which selfspec did not write. Name another folder")
         if not overwrite:
-            raise CannotWrite(f"{holds} already. Give --overwrite or another one")
+            raise CannotWrite(f"{reason} already. Give --overwrite or another one")
     return folder
 
 
@@ -164,18 +164,18 @@ def refuse_inputs(outputs: Iterable[Path], reads: Iterable[object]) -> None:
     for path, name in itertools.product(outputs, names):
         with suppress(OSError, ValueError, RuntimeError):  # names no file
             if path.samefile(Path(name).expanduser()):
-                said = f"{path} is read by the same command, as {name}"
-                raise CannotWrite(f"{said}. Name another output")
+                reason = f"{path} is read by the same command, as {name}"
+                raise CannotWrite(f"{reason}. Name another output")
 
 
 def written_here(path: Path) -> bool:
     """Whether a file is empty or begins like a file that selfspec writes."""
     try:
         with path.open("rb") as file:
-            begin = file.read(_MARK_WITHIN)
+            start = file.read(_MARK_WITHIN)
     except OSError:
         return False
-    return not begin or _OURS.match(begin) is not None
+    return not start or _OURS.match(start) is not None
 
 
 def open_to_others(file: Path) -> Path | None:
@@ -185,14 +185,14 @@ def open_to_others(file: Path) -> Path | None:
     loose umask: if somebody replaces our folder there, the new one's owner shows it. The path of
     `file` has no links.
     """
-    for place in (file, *file.parents):
-        if place == file and not os.path.lexists(place):
+    for path in (file, *file.parents):
+        if path == file and not os.path.lexists(path):
             continue
-        found, loose = place.lstat(), 0o022
-        if place not in (file, file.parent):  # in a sticky folder (/tmp) others cannot rename ours
-            loose = 0 if found.st_mode & stat.S_ISVTX else 0o002
-        if found.st_mode & loose or found.st_uid not in (0, os.geteuid()):
-            return place
+        status, mask = path.lstat(), 0o022
+        if path not in (file, file.parent):  # in a sticky folder (/tmp) others cannot rename ours
+            mask = 0 if status.st_mode & stat.S_ISVTX else 0o002
+        if status.st_mode & mask or status.st_uid not in (0, os.geteuid()):
+            return path
     return None
 
 
@@ -202,8 +202,8 @@ def open_to_others(file: Path) -> Path | None:
 def write(path: Path, content: str | bytes) -> None:
     """Replace the file at `path`, making the folders around it. Raises CannotWrite."""
     data = content.encode("utf-8") if isinstance(content, str) else content
-    with replacing(path) as new:
-        new.write_bytes(data)
+    with replacing(path) as file:
+        file.write_bytes(data)
 
 
 def append(path: Path, line: str) -> None:
@@ -239,13 +239,13 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
     `private`: of its owner alone. After any error, CannotWrite or another, `path` is unchanged.
     """
     with _room(path) as room:
-        new = room / path.name
-        new.touch()  # with the umask's mode; a library may make a file with a stricter one
-        mode = 0o600 if private else _mode(path if path.exists() else new)
-        yield new
-        new.chmod(mode)
-        _to_disk(new)
-        new.replace(path)
+        file = room / path.name
+        file.touch()  # with the umask's mode; a library may make a file with a stricter one
+        mode = 0o600 if private else _mode(path if path.exists() else file)
+        yield file
+        file.chmod(mode)
+        _to_disk(file)
+        file.replace(path)
 
 
 @contextmanager
@@ -255,11 +255,11 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         new, old, probe = room / "filled", room / _ASIDE, room / "probe"
         new.mkdir()
         probe.touch()
-        usual = {True: _mode(new), False: _mode(probe)}
+        modes = {True: _mode(new), False: _mode(probe)}
         yield new
         for file in (new, *new.rglob("*")):
-            before = folder / file.relative_to(new)
-            file.chmod(_mode(before) if before.exists() else usual[file.is_dir()])
+            original = folder / file.relative_to(new)
+            file.chmod(_mode(original) if original.exists() else modes[file.is_dir()])
             _to_disk(file)
         try:
             if folder.exists():
@@ -278,28 +278,28 @@ def locked(output: Path, *, wait: bool = False) -> Iterator[None]:
     The lock ends with its process, however that ends. Raises CannotWrite if another process holds
     it, unless `wait` is set. Removes leftovers of killed processes beside and in `output`.
     """
-    place = output.with_name(f".{output.name[:100]}.lock")
-    if output.is_dir() and not os.access(place.parent, os.W_OK):
-        place = output / ".lock"
-    lock = FileLock(place, timeout=-1 if wait else 0)
+    file = output.with_name(f".{output.name[:100]}.lock")
+    if output.is_dir() and not os.access(file.parent, os.W_OK):
+        file = output / ".lock"
+    lock = FileLock(file, timeout=-1 if wait else 0)
     with _explained(output):
         _refuse_special(output)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        _refuse_special(place)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _refuse_special(file)
         try:
             lock.acquire()
-            while not place.exists():  # its last holder removed it between our open and our lock
+            while not file.exists():  # its last holder removed it between our open and our lock
                 lock.release()
                 lock.acquire()
         except Timeout as error:
-            busy = f"{output} is being written by another process"
-            raise CannotWrite(f"{busy}. Wait for it, or name another output") from error
+            reason = f"{output} is being written by another process"
+            raise CannotWrite(f"{reason}. Wait for it, or name another output") from error
     try:
         _sweep(output)
         yield
     finally:
         with suppress(OSError):  # Windows removes no open files
-            place.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
         lock.release()
 
 
@@ -320,19 +320,19 @@ def _refuse_special(path: Path) -> None:
         return
     except OSError as error:
         raise CannotWrite(f"cannot write {path}: {error.strerror}. Name another one") from error
-    if words := _KINDS.get(stat.S_IFMT(mode)):
-        raise CannotWrite(f"{path} is {words}, which selfspec does not replace. Name a file")
+    if kind := _KINDS.get(stat.S_IFMT(mode)):
+        raise CannotWrite(f"{path} is {kind}, which selfspec does not replace. Name a file")
 
 
 def _require_writable(folder: Path) -> None:
     """Raise CannotWrite unless files can be made in `folder`, or its nearest existing parent."""
-    near = folder
+    place = folder
     try:  # permissions do not tell: root may write in /proc, but no files can be made there
-        near = next(entry for entry in (folder, *folder.absolute().parents) if entry.exists())
-        tempfile.TemporaryFile(dir=near).close()
+        place = next(entry for entry in (folder, *folder.absolute().parents) if entry.exists())
+        tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
-        why = f"it takes no files ({error.strerror})"
-        raise CannotWrite(f"cannot write into {near}: {why}. Name another place") from error
+        reason = f"it takes no files ({error.strerror})"
+        raise CannotWrite(f"cannot write into {place}: {reason}. Name another place") from error
 
 
 @contextmanager
@@ -390,19 +390,19 @@ def _sweep(path: Path) -> None:
     """
     name = path.name[:100]
     for room in (*path.parent.glob(".*.new"), *path.glob(".*.new"), *path.glob("*/.*.new")):
-        if room.is_symlink() or not (made := _ROOM.fullmatch(room.name)):
+        if room.is_symlink() or not (match := _ROOM.fullmatch(room.name)):
             continue
         beside = room.parent == path.parent
-        own = beside and made[1] == name
-        if beside and not own and not made[1].startswith(f"{name}."):
+        of_path = beside and match[1] == name
+        if beside and not of_path and not match[1].startswith(f"{name}."):
             continue
         with suppress(OSError, NotImplementedError):
             with FileLock(room / _LOCK, timeout=0):
                 pass  # the lock is free: its process is gone
             aside = room / _ASIDE
-            if own and aside.is_dir() and not path.exists():
+            if of_path and aside.is_dir() and not path.exists():
                 aside.rename(path)
-            if own or not aside.exists():  # a folder of another output is restored with that
+            if of_path or not aside.exists():  # a folder of another output is restored with that
                 shutil.rmtree(room)
 
 
@@ -428,17 +428,17 @@ def open_bytes(path: Path) -> IO[bytes]:
     Never waits for a writer to open the other end of a pipe: without one, the pipe is empty.
     """
     try:
-        number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         raise InvalidData(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # a zero byte in the name
         raise InvalidData(f"cannot read {str(path)!r}: {error}") from error
-    mode = os.fstat(number).st_mode
+    mode = os.fstat(handle).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-        os.close(number)
+        os.close(handle)
         raise InvalidData(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'a device'}, no file")
-    os.set_blocking(number, True)
-    return os.fdopen(number, "rb")
+    os.set_blocking(handle, True)
+    return os.fdopen(handle, "rb")
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
@@ -510,8 +510,8 @@ def json_lines(path: Path, most_bytes: int = MOST_LINE_BYTES) -> Iterator[tuple[
 def _depth(value: Any) -> int:
     """How deep lists and mappings are nested."""
     depth, level = 0, [value]
-    while level := [one for one in level if type(one) in (dict, list)]:
-        inner = (one.values() if type(one) is dict else one for one in level)
+    while level := [entry for entry in level if type(entry) in (dict, list)]:
+        inner = (entry.values() if type(entry) is dict else entry for entry in level)
         level, depth = list(itertools.chain.from_iterable(inner)), depth + 1
     return depth
 
@@ -526,10 +526,10 @@ def read_yaml(path: Path) -> Any:
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # the fast one, if it is there
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-            if keys and (most := keys.most_common(1)[0])[1] > 1:
-                raise InvalidData(f"{path} has the key {most[0]!r} twice")
-            found: dict[Any, Any] = super().construct_mapping(node, deep)
-            return found
+            if keys and (commonest := keys.most_common(1)[0])[1] > 1:
+                raise InvalidData(f"{path} has the key {commonest[0]!r} twice")
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+            return mapping
 
     text, depth = read_text(path, MOST_YAML_BYTES), 0
     try:
@@ -565,8 +565,8 @@ def open_safetensors(path: Path) -> Iterator[Any]:
             raise InvalidData(f"{path} is a pipe, expected a file of tensors")
         size = int.from_bytes(file.read(8), "little")
     if size > MOST_HEADER_BYTES:
-        said = f"it says that its header has {size} bytes, more than {MOST_HEADER_BYTES}"
-        raise InvalidData(f"{path} is no file of tensors: {said}")
+        reason = f"it says that its header has {size} bytes, more than {MOST_HEADER_BYTES}"
+        raise InvalidData(f"{path} is no file of tensors: {reason}")
     try:
         with safe_open(path, "numpy") as opened:
             yield opened
@@ -578,4 +578,4 @@ def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
     """Types, as the format names them, and shapes by name. Raises InvalidData for damaged files."""
     with open_safetensors(path) as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # a file, no dict
-        return {name: (one.get_dtype(), one.get_shape()) for name, one in slices.items()}
+        return {name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()}

@@ -79,13 +79,13 @@ def check_ranges(values: Mapping[str, Any], kind: type, prefix: str = "") -> Non
     """Raise InvalidOption for a value out of its range in `kind`; `prefix` is put before names."""
     for name, limit in ranges(kind).items():
         value = values.get(name)
-        every = value if isinstance(value, tuple) and not limit.whole else (value,)
-        if not every:
+        entries = value if isinstance(value, tuple) and not limit.whole else (value,)
+        if not entries:
             raise InvalidOption(f"{prefix}{name} is empty, expected at least one value")
-        for one in every:
-            if one is not None and not limit.holds(one):
-                said = f"{prefix}{name} is {shown(one)}, expected a value {limit.expected}"
-                raise InvalidOption(said)
+        for entry in entries:
+            if entry is not None and not limit.holds(entry):
+                message = f"{prefix}{name} is {shown(entry)}, expected a value {limit.expected}"
+                raise InvalidOption(message)
 
 
 def check_asked(part: Part) -> None:
@@ -264,7 +264,7 @@ class NoDrafts(Part, kind="none"):
 Kinds = Mapping[str, type[Part]]
 
 DRAFTERS: Kinds = {
-    one.kind: one for one in (Exit, Ngram, DraftModel, Successors, Rest, Lookahead, Skip, NoDrafts)
+    cls.kind: cls for cls in (Exit, Ngram, DraftModel, Successors, Rest, Lookahead, Skip, NoDrafts)
 }
 _BEHIND_NGRAMS = ("exit", "draft-model", "successors", "rest", "skip")
 TOGETHER = (*DRAFTERS, *(f"ngram+{kind}" for kind in _BEHIND_NGRAMS))
@@ -372,7 +372,7 @@ class CmAsdLength(Bounded, Ensemble, kind="cm-asd"):
 Controller = Fixed | Threshold | Heuristic | GammaTune | CmAsdLength
 
 CONTROLLERS: Kinds = {
-    one.kind: one for one in (Fixed, Heuristic, Threshold, GammaTune, GammaTunePlus, CmAsdLength)
+    cls.kind: cls for cls in (Fixed, Heuristic, Threshold, GammaTune, GammaTunePlus, CmAsdLength)
 }
 
 # --- acceptance rules, which decide how many drafts are accepted
@@ -426,7 +426,7 @@ class Easd(Part, kind="easd"):
 
 Acceptance = Lossless | Lenient | CmAsd | Easd
 
-ACCEPTANCE: Kinds = {one.kind: one for one in (Lossless, Lenient, CmAsd, Easd)}
+ACCEPTANCE: Kinds = {cls.kind: cls for cls in (Lossless, Lenient, CmAsd, Easd)}
 
 KINDS = {"drafter": DRAFTERS, "controller": CONTROLLERS, "acceptance": ACCEPTANCE}
 """Options that choose one kind of several (for drafters, up to two), by name."""
@@ -468,9 +468,9 @@ def members(hint: Any) -> tuple[Any, ...]:
 def typed(name: str, value: Any, hint: Any) -> Any:
     """`value` converted to the type of `hint`; text is parsed. Raises InvalidOption."""
     for member in members(hint):
-        found = _read(value, member)
-        if fits(found, member):
-            return found
+        converted = _read(value, member)
+        if fits(converted, member):
+            return converted
     raise InvalidOption(f"{name} is {shown(value)}, expected {hint_name(hint)}")
 
 
@@ -478,8 +478,8 @@ def _read(value: Any, member: Any) -> Any:
     """Convert to one type: text with commas or slashes to a tuple, a single item to a list."""
     kind = get_origin(member) or member
     if kind in (tuple, list):
-        text = isinstance(value, str) and kind is tuple
-        items = re.split("[,/]", value) if text else value
+        is_text = isinstance(value, str) and kind is tuple
+        items = re.split("[,/]", value) if is_text else value
         items = items if isinstance(items, list | tuple) else [items]
         return kind(_read(item, get_args(member)[0]) for item in items)
     if kind is types.NoneType:
@@ -501,13 +501,13 @@ def parsed(group: str, value: Any, kinds: Kinds, present: Mapping[str, Part]) ->
     Objects are taken unchanged. Text and mappings change the settings that they name, starting from
     `present`. Raises InvalidOption.
     """
-    found = []
+    parts = []
     for kind, settings in _entries(group, value):
         if isinstance(settings, Part) and kinds.get(kind) is not type(settings):
             raise InvalidOption(f"{group} is {shown(settings)}, expected one of {', '.join(kinds)}")
         check_keys([kind], kinds, group)
-        found.append(with_settings(present[kind], settings))
-    return found
+        parts.append(with_settings(present[kind], settings))
+    return parts
 
 
 def with_settings(part: P, settings: Any) -> P:
@@ -517,12 +517,12 @@ def with_settings(part: P, settings: Any) -> P:
     """
     if isinstance(settings, type(part)):
         return settings
-    hints, names = annotations_of(type(part)), _named(part.kind, settings)
-    if names and not vars(part):
+    hints, entries = annotations_of(type(part)), _named(part.kind, settings)
+    if entries and not vars(part):
         raise InvalidOption(f"{part.kind} has no settings, found {shown(settings)}. Leave them out")
-    check_keys(names, vars(part), f"setting of {part.kind}:")
-    read = {name: typed(f"{part.kind}:{name}", value, hints[name]) for name, value in names.items()}
-    return replace(part, **read)
+    check_keys(entries, vars(part), f"setting of {part.kind}:")
+    values = {key: typed(f"{part.kind}:{key}", value, hints[key]) for key, value in entries.items()}
+    return replace(part, **values)
 
 
 def merged_over(group: str, below: Any, above: Any) -> dict[str, Any]:
@@ -533,9 +533,9 @@ def merged_over(group: str, below: Any, above: Any) -> dict[str, Any]:
     """
     if group == "costs":
         return _named(group, below) | _named(group, above)
-    first = {kind: _named(kind, settings) for kind, settings in _entries(group, below)}
+    base = {kind: _named(kind, settings) for kind, settings in _entries(group, below)}
     return {
-        kind: first.get(kind, {}) | _named(kind, settings)
+        kind: base.get(kind, {}) | _named(kind, settings)
         for kind, settings in _entries(group, above)
     }
 
@@ -545,8 +545,8 @@ def as_text(part: Part, *, full: bool = False) -> str:
 
     `full`: all settings, for use where other defaults may apply.
     """
-    said = settings_text(part, full=full)
-    return f"{part.kind}:{said}" if said else part.kind
+    settings = settings_text(part, full=full)
+    return f"{part.kind}:{settings}" if settings else part.kind
 
 
 def settings_text(part: Part, *, full: bool = False) -> str:
@@ -556,8 +556,8 @@ def settings_text(part: Part, *, full: bool = False) -> str:
 
 
 def _differing(part: Part) -> dict[str, Any]:
-    built_in = vars(type(part)())
-    return {name: value for name, value in vars(part).items() if value != built_in[name]}
+    defaults = vars(type(part)())
+    return {name: value for name, value in vars(part).items() if value != defaults[name]}
 
 
 def as_word(value: Any) -> str:
@@ -579,8 +579,8 @@ def _entries(group: str, value: Any) -> Iterator[tuple[str, Any]]:
         for kind, settings in value.items():
             yield str(kind).strip().replace("_", "-"), settings
     elif isinstance(value, Sequence) and value:
-        for one in value:
-            yield from _entries(group, one)
+        for entry in value:
+            yield from _entries(group, entry)
     else:
         raise InvalidOption(f"{group} is {shown(value)}, expected text like KIND:KEY=VALUE,..")
 
