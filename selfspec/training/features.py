@@ -526,7 +526,8 @@ class CacheSource:
     def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
         tensors = self._read(index, self.spec.names)
         if count > 1:
-            mask = ((~tensors["continues"]).cumsum(0) - 1) % count == number  # by texts
+            count = min(count, self.conversations[index])  # those that ask for a part
+            mask = ((~tensors["continues"]).cumsum(0) - 1) % count == number  # by texts or answers
             tensors = {name: tensor[mask] for name, tensor in tensors.items()}
         return Features.of(tensors)
 

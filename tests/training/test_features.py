@@ -187,6 +187,15 @@ def test_a_cache_returns_identical_batches(
         torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
 
 
+def test_processes_share_all_answers_of_a_text(backbone: Backbone, tmp_path: Path) -> None:
+    talk = Conversation(tuple(range(1, 13)), ((2, 4), (6, 8), (10, 12)))
+    write(tmp_path, store.StreamSource(backbone, store.FeatureSpec((2,)), [talk], 64))
+    cache = store.Selection(store.CacheSource(tmp_path, backbone))
+    batches = [batch for number in range(2) for batch in cache.batches(number, 2)]
+    tokens = [token for batch in batches for token in batch.following.tolist()]
+    assert sorted(tokens) == [3, 4, 7, 8, 11, 12]
+
+
 @pytest.mark.usefixtures("small_shards")
 def test_bad_or_missing_shards_are_recomputed(stream: store.StreamSource, tmp_path: Path) -> None:
     write(tmp_path, stream)
