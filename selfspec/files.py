@@ -493,7 +493,8 @@ def json_lines(path: Path, most_bytes: int = MOST_LINE_BYTES) -> Iterator[tuple[
     with open_bytes(path) as file:
         for number in itertools.count(1):
             try:
-                data = file.readline(most_bytes + 1)
+                if len(data := file.readline(most_bytes + 1)) > most_bytes:
+                    raise InvalidData(f"{path}, line {number} has more than {most_bytes} bytes")
                 line = data.decode("utf-8-sig" if number == 1 else "utf-8")
             except OSError as error:
                 raise InvalidData(f"cannot read {path}: {error.strerror}") from error
@@ -501,8 +502,6 @@ def json_lines(path: Path, most_bytes: int = MOST_LINE_BYTES) -> Iterator[tuple[
                 raise InvalidData(f"{path}, line {number} is not UTF-8") from error
             if not data:
                 return
-            if len(data) > most_bytes:
-                raise InvalidData(f"{path}, line {number} has more than {most_bytes} bytes")
             if line.strip():
                 yield number, line.removesuffix("\n")
 

@@ -590,7 +590,7 @@ def _named(kind: str, settings: Any) -> dict[str, Any]:
 
     Raises InvalidOption for anything else, and for a key given twice.
     """
-    values: Any = {} if isinstance(settings, str) else settings or {}
+    values: Any = {} if settings is None or isinstance(settings, str) else settings
     if isinstance(settings, str):
         for entry in settings.split(","):
             name, equals, value = (piece.strip() for piece in entry.partition("="))

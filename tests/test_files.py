@@ -399,6 +399,7 @@ JSON = [
 LINES = [
     ("1\n" + "2" * 20 + "\n", "line 2 has more than 10 bytes"),
     (b"1\n\xff\n", "line 2 is not UTF-8"),
+    ("\u00e9" * 10, "line 1 has more than 10 bytes"),  # and not the half character at the cut
 ]
 
 

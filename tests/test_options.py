@@ -364,6 +364,7 @@ TOO_FEW = "pinned_rows is 8, but"
         ({"drafter": "ngram:size=2,size=3"}, "ngram:size is given twice. Leave one out"),
         ({"drafter": "none:size=2"}, "none has no settings, found 'size=2'. Leave them out"),
         ({"drafter": {"exit": 5}}, "exit is 5, expected KEY=VALUE,.. or a mapping"),
+        ({"drafter": {"ngram": False}}, "ngram is False, expected KEY=VALUE,.. or a mapping"),
         ({"drafter": {"exit": {5: 5}}}, "unknown setting of exit: '5'. Known: anneal_strength"),
         (
             {"drafter": Fixed()},

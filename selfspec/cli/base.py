@@ -582,13 +582,13 @@ def read_prompt(prompt: str | None, file: str | None = None, *, raw: bool = Fals
             data = files.read_bytes(Path(file), MOST_PROMPT_BYTES)
         else:
             data = sys.stdin.buffer.read(MOST_PROMPT_BYTES + 1)
-        text = data.decode("utf-8")
+        if len(data) > MOST_PROMPT_BYTES:
+            raise InvalidPrompt(f"the prompt has more than {MOST_PROMPT_BYTES} bytes")
+        text = data.decode("utf-8-sig")
     except (OSError, InvalidData) as error:
         raise InvalidPrompt(f"cannot read the prompt: {error}") from error
     except UnicodeDecodeError as error:
         raise InvalidPrompt(f"the prompt is not UTF-8: byte {error.start} is wrong") from error
-    if len(data) > MOST_PROMPT_BYTES:
-        raise InvalidPrompt(f"the prompt has more than {MOST_PROMPT_BYTES} bytes")
     if not text.strip():
         raise InvalidPrompt("the prompt is empty. Give some text")
     return text if raw or prompt is not None else text.rstrip("\r\n")

@@ -385,7 +385,10 @@ def find_known(
     ]
     if not (written or candidates) or not (base := fingerprint()):
         return None
-    known = _folders(_object(_file_of(base))) if written else []
+    entry = _object(_file_of(base)) if written else {}
+    known = _folders(entry)
+    if chosen:  # that of another model of these sizes says nothing about this one
+        known = known[:1] if entry.get("chosen") is True else []
     if gone := [str(folder) for folder in known if not _exists(folder)]:
         other = next((str(folder) for folder in known if str(folder) not in gone), "")
         logger.info(

@@ -472,8 +472,10 @@ class Author:
         """Write a user's turn after a header; None if it loops or does not end."""
         options, ends = self.options, self._question_ends
         heat, seed = rng.uniform(*options.question_temperature), rng.getrandbits(62)
-        most, top_k = options.max_question_tokens, options.question_top_k
-        ids = yield Ask(header, most, ends, seed, heat, top_k)
+        most = min(options.max_question_tokens, self.backbone.max_positions - len(header))
+        if most < 1:
+            return None
+        ids = yield Ask(header, most, ends, seed, heat, options.question_top_k)
         return self.turns.question(header, ids) if loop_start(ids) is None else None
 
     def converse(self, talk: Talk, counts: Counts) -> Script[Record | None]:

@@ -11,6 +11,7 @@ import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -29,7 +30,7 @@ from selfspec.cli.heads import incomplete
 from selfspec.cli.main import main
 from selfspec.errors import HeadsMismatch, HeadsNotFound
 from selfspec.heads.exit_heads import HeadsConfig
-from selfspec.heads.folder import known_folders, known_place, remember
+from selfspec.heads.folder import find_known, known_folders, known_place, read_config, remember
 from selfspec.hub import models as hub
 from selfspec.options import Costs
 from tests.authors import RECIPE
@@ -178,6 +179,17 @@ def test_chosen_heads_stay_in_use_until_the_next_choice(
     known = next(known_place().glob("*.json"))
     known.write_text(known.read_text().replace(str(tmp_path), "/" + "far" * 2000))
     assert heads_in_use() == workplace / "heads", "a path too long to look up is skipped"
+
+
+def test_another_models_choice_is_none_for_this_one(workplace: Path) -> None:
+    remember(Path("heads"))
+    config = read_config(Path("heads"))
+    sizes = config["num_layers"], config["hidden_size"]
+    fingerprint = partial(str, config["base_fingerprint"])
+    other = {"sizes": sizes, "chosen": True, "folders": [str(workplace / "others")]}
+    (known_place() / "other.json").write_text(json.dumps(other))
+    assert find_known(sizes, fingerprint) == workplace / "heads"
+    assert find_known(sizes, fingerprint, chosen=True) is None
 
 
 @pytest.fixture

@@ -253,6 +253,9 @@ def test_missing_or_non_utf_8_prompts(refused: Refused, monkeypatch: pytest.Monk
     refused(["generate", "\udcff"], "the prompt is not UTF-8")
     refused("data --tokens 9 --output new.jsonl --system \udcff", "is '\\udcff', half a character")
     refused("generate", "byte 0 is wrong", b"\xff")
+    refused(
+        "generate", "the prompt has more than 4194304 bytes", b"a" * 4194304 + "\u00e9".encode()
+    )
     for turns in (b"\xff\n", b"a\n\xc3\n"):
         refused("chat M --max-new-tokens 2", given=turns)
     monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())

@@ -242,6 +242,15 @@ def test_a_model_without_room_for_a_prompt_is_refused() -> None:
         make_author(max_new_tokens=230)
 
 
+def test_a_user_turn_ends_at_the_models_last_position() -> None:
+    author, rng = make_author(), random.Random(0)
+    most = author.backbone.max_positions
+    (ask,) = itertools.islice(author.ask([1] * (most - 3), rng), 1)
+    assert ask is not None
+    assert ask.max_new_tokens == 3
+    assert [*author.ask([1] * most, rng)] == []
+
+
 def test_empty_turns_are_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     author = make_author(batch_size=4)
     said = iter([" ", "a", None, "c"])
