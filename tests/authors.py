@@ -85,8 +85,8 @@ def at_once(propose: Callable[[Any], Proposal]) -> Callable[[Batch], Callable[[]
     """Submit that runs each batch at once, on a copy, as an idle worker would."""
 
     def submit(batch: Batch) -> Callable[[], Proposal]:
-        found = propose(copy.deepcopy(batch))
-        return lambda: found
+        proposal = propose(copy.deepcopy(batch))
+        return lambda: proposal
 
     return submit
 

@@ -38,8 +38,8 @@ def config(**values: Any) -> Change:
     """A change that sets values of a folder's config; None removes a value."""
 
     def damage(folder: Path) -> None:
-        found = json.loads((folder / "config.json").read_text()) | values
-        kept = {key: value for key, value in found.items() if value is not None}
+        fields = json.loads((folder / "config.json").read_text()) | values
+        kept = {key: value for key, value in fields.items() if value is not None}
         (folder / "config.json").write_text(json.dumps(kept))
 
     return damage
@@ -49,17 +49,17 @@ def tensors(change: Callable[[dict[str, Tensor]], object]) -> Change:
     """A change of the tensors of a folder's weights that keeps the metadata of their header."""
 
     def damage(folder: Path) -> None:
-        held = load_file(path := folder / "model.safetensors")
+        weights = load_file(path := folder / "model.safetensors")
         with safe_open(path, "pt") as file:
-            said = file.metadata()
-        change(held)
-        save_file({name: one.contiguous() for name, one in held.items()}, path, said)
+            metadata = file.metadata()
+        change(weights)
+        save_file({name: weight.contiguous() for name, weight in weights.items()}, path, metadata)
 
     return damage
 
 
 def tensor(name: str, make: Callable[[Tensor], Tensor]) -> Change:
-    return tensors(lambda held: held.update({name: make(held[name])}))
+    return tensors(lambda weights: weights.update({name: make(weights[name])}))
 
 
 def furnish(folder: Path) -> None:
@@ -101,24 +101,24 @@ def patience(seconds: int = PATIENCE_S) -> Iterator[None]:
     def late(*_: Any) -> None:
         pytest.fail(f"took more than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, late)
+    handler = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
 
 
 @contextmanager
 def limited(kind: int, most: int) -> Iterator[None]:
     """Set a resource limit; RLIMIT_FSIZE acts like a full disk."""
-    before = resource.getrlimit(kind)
-    resource.setrlimit(kind, (most, before[1]))
+    limits = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(kind, before)
+        resource.setrlimit(kind, limits)
 
 
 def one_line(error: pytest.ExceptionInfo[SelfspecError], named: Path) -> None:

@@ -27,26 +27,26 @@ Open = Callable[..., Page]
 @pytest.fixture(name="browser", scope="module")
 def browser_fixture() -> Iterator[Browser]:
     """Chromium, without a window."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
         pytest.skip(f"needs a browser: {', '.join(BROWSERS)}")
     with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=found)
-        yield started
-        started.close()
+        browser = driver.chromium.launch(executable_path=path)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(name="opened")
 def opened_fixture(browser: Browser) -> Iterator[Open]:
     """`opened(address, **context)` opens a page; it must log nothing and request no other host."""
-    said, asked, homes = list[str](), list[str](), ["data:"]
+    messages, urls, homes = list[str](), list[str](), ["data:"]
 
     def open_page(address: str, **options: Any) -> Page:
         homes.append(address)
         page = browser.new_context(**options).new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.on("request", lambda request: urls.append(request.url))
         page.set_default_timeout(30_000)
         page.goto(address)
         page.wait_for_selector("html[data-ready]")
@@ -55,17 +55,17 @@ def opened_fixture(browser: Browser) -> Iterator[Open]:
     yield open_page
     for context in browser.contexts:
         context.close()
-    assert [line for line in said if not line.startswith(REFUSED)] == []
-    assert [url for url in asked if not url.startswith(tuple(homes))] == []
+    assert [message for message in messages if not message.startswith(REFUSED)] == []
+    assert [url for url in urls if not url.startswith(tuple(homes))] == []
 
 
 def axe_findings(page: Page) -> list[str]:
     """Violations that axe-core finds: rule, place, reason. Skips if the package is missing."""
     package = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python")
     page.evaluate((files(package) / "axe.min.js").read_text(encoding="utf-8"))
-    found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+    report = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
     return [
         f"{rule['id']} {node['target']}: {node['failureSummary']}"
-        for rule in found["violations"]
+        for rule in report["violations"]
         for node in rule["nodes"]
     ]

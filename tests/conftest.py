@@ -43,12 +43,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     Compiled loops are shared with the user's cache, converted models among this run's workers.
     """
-    own, run = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
-    run = run.parent if "PYTEST_XDIST_WORKER" in os.environ else run
-    _share(own, compiled=cache_folder() / "compiled", models=run / "models")
+    folder, base = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    _share(folder, compiled=cache_folder() / "compiled", models=base / "models")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(own))
-        patch.setenv("XDG_CONFIG_HOME", str(own / "config"))
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
         # nothing must depend on how busy this machine is
         patch.setattr(TEAM, "measured", nullcontext)
         patch.setattr(tuned, "first_costs", lambda *_: {})

@@ -70,12 +70,12 @@ class Wishes:
     @property
     def options(self) -> dict[str, Any]:
         """Keywords of `generate` without stop strings; new objects at every call."""
-        found = {name: as_list(value) for name, value in self.keywords}
+        options = {name: as_list(value) for name, value in self.keywords}
         if self.every:
-            found["stopping_criteria"] = [self.divides]
+            options["stopping_criteria"] = [self.divides]
         if self.stateful:
-            found["logits_processor"] = [EveryThird()]
-        return found
+            options["logits_processor"] = [EveryThird()]
+        return options
 
     def divides(self, ids: Tensor, _: object) -> Tensor:
         """A stopping criterion, [B, n] -> [B]."""
@@ -166,17 +166,17 @@ def model(
     With fewer `layers` it has the first layers of the whole model.
     """
     lengths: dict[str, Any] = {"num_hidden_layers": LAYERS, "max_position_embeddings": CONTEXT}
-    made: Any = make_model(family, dtype, **lengths, **dict(sizes))
+    tiny: Any = make_model(family, dtype, **lengths, **dict(sizes))
     with torch.no_grad():
-        for layer in made.model.layers[1:]:
+        for layer in tiny.model.layers[1:]:
             layer.self_attn.o_proj.weight.mul_(0.3)
             layer.mlp.down_proj.weight.mul_(0.3)
     if layers < LAYERS:
-        del made.model.layers[layers:]
-        made.config.num_hidden_layers = layers
-        if getattr(made.config, "layer_types", None):
-            made.config.layer_types = made.config.layer_types[:layers]
-    return made
+        del tiny.model.layers[layers:]
+        tiny.config.num_hidden_layers = layers
+        if getattr(tiny.config, "layer_types", None):
+            tiny.config.layer_types = tiny.config.layer_types[:layers]
+    return tiny
 
 
 datastore = cache(lambda: Datastore.of(random_ids(20_000).tolist(), tokenizer()))
@@ -188,18 +188,18 @@ def speculator(
 ) -> Speculator:
     """A speculator with heads of a kind, and a draft model of two layers."""
     heads: Any = kind
-    whole = model(family, dtype, sizes=sizes)
+    target = model(family, dtype, sizes=sizes)
     if kind != "logit-lens":
-        heads = ladder.deep_heads(Backbone(whole, executor="generic"), EXITS[kind])
-    found = wrap(
-        whole,
+        heads = ladder.deep_heads(Backbone(target, executor="generic"), EXITS[kind])
+    instance = wrap(
+        target,
         tokenizer(),
         heads=heads,
         executor=executor,
         draft_model=model(family, dtype, layers=2, sizes=sizes),
     )
-    found.runtime.datastore = datastore()
-    return found
+    instance.runtime.datastore = datastore()
+    return instance
 
 
 @cache
@@ -207,12 +207,12 @@ def hugging_face(family: str, prompt: tuple[int, ...], wishes: Wishes) -> list[i
     """The new tokens of `model.generate` in float64."""
     generator: Any = model(family, torch.float64)
     ids = torch.tensor([prompt])
-    words: dict[str, Any] = {}
+    stops: dict[str, Any] = {}
     if wishes.strings:
-        words = {"stop_strings": list(wishes.strings), "tokenizer": tokenizer()}
+        stops = {"stop_strings": list(wishes.strings), "tokenizer": tokenizer()}
     mask = torch.ones_like(ids)
     options = {"do_sample": False} | wishes.options
-    answer = generator.generate(ids, attention_mask=mask, **words, **options)
+    answer = generator.generate(ids, attention_mask=mask, **stops, **options)
     return answer[0, len(prompt) :].tolist()
 
 
@@ -237,22 +237,22 @@ def prompts(draw: st.DrawFn, longest: int = FURTHEST - 1) -> Prompt:
 @st.composite
 def wishes(draw: st.DrawFn, length: int) -> Wishes:
     new = draw(st.integers(1, min(MOST_NEW, FURTHEST - length)))
-    found = draw(st.sampled_from([{"max_new_tokens": new}, {"max_length": length + new}]))
-    found = found | draw(st.sampled_from(CHOICES))
+    keywords = draw(st.sampled_from([{"max_new_tokens": new}, {"max_length": length + new}]))
+    keywords = keywords | draw(st.sampled_from(CHOICES))
     ends = draw(st.sampled_from([None, (int(draw(ids)),), tuple(range(8)), tuple(range(40))]))
     if ends:
-        found["eos_token_id"] = ends
+        keywords["eos_token_id"] = ends
     stateful = False
     if ends and draw(st.booleans()):
         # alone: it makes NaN of a score that another processor set to minus infinity
-        found["exponential_decay_length_penalty"] = (2, 1.3)
+        keywords["exponential_decay_length_penalty"] = (2, 1.3)
     elif draw(st.booleans()):
-        found |= draw(st.fixed_dictionaries({}, optional=PROCESSORS))
+        keywords |= draw(st.fixed_dictionaries({}, optional=PROCESSORS))
         if ends and draw(st.booleans()):
-            found |= {"min_new_tokens": draw(st.integers(1, new)), "forced_eos_token_id": FORCED}
+            keywords |= {"min_new_tokens": draw(st.integers(1, new)), "forced_eos_token_id": FORCED}
         stateful = draw(st.booleans())
     return Wishes(
-        keywords=tuple(sorted(found.items())),
+        keywords=tuple(sorted(keywords.items())),
         every=draw(st.sampled_from([0, 0, 0, 5, 31])),
         strings=draw(st.sampled_from([(), (), (), ("e",), ("ab", "zz"), ("bcc",)])),
         stateful=stateful,
@@ -327,10 +327,10 @@ def speculations(
     }
     bounds = {"longest": longest, "shortest": draw(st.integers(1, longest))}
     controller = draw(st.sampled_from(sorted(CONTROLLERS)))
-    held = bounds if issubclass(CONTROLLERS[controller], Bounded) else {}
+    base = bounds if issubclass(CONTROLLERS[controller], Bounded) else {}
     return {
         "drafter": {k: settings[k] for k in draw(st.sampled_from(TOGETHER)).split("+")},
-        "controller": {controller: held | draw(CONTROLLER_TUNING.get(controller, tuning()))},
+        "controller": {controller: base | draw(CONTROLLER_TUNING.get(controller, tuning()))},
         "costs": draw(COSTS),
         "never_slower": draw(st.booleans()),
         "pinned": pinned,
@@ -375,11 +375,11 @@ def batches(draw: st.DrawFn, executors: tuple[str, ...]) -> tuple[Case, list[Ten
     case = draw(cases(executors))
     kept = (True,) if case.executor == "generic" else (None, True)
     case = replace(case, speculation=draw(speculations(case.heads, kept)))
-    many = 0 if case.wishes.stateful else 4  # a processor that counts its calls serves one text
-    others = draw(st.lists(prompts(longest=case.prompt.length), max_size=many))
+    count = 0 if case.wishes.stateful else 4  # a processor that counts its calls serves one text
+    others = draw(st.lists(prompts(longest=case.prompt.length), max_size=count))
     place = draw(st.integers(0, len(others)))
-    together = [*others[:place], case.prompt, *others[place:]]
-    return case, [prompt.ids for prompt in together]
+    batch = [*others[:place], case.prompt, *others[place:]]
+    return case, [prompt.ids for prompt in batch]
 
 
 DRAWS: list[dict[str, Any]] = [

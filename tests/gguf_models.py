@@ -71,9 +71,9 @@ def write_model(
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32(f"{architecture}.rope.freq_base", 10000.0)
     _add_tokens(writer, of_bytes=not architecture.startswith("gemma"))
-    adding = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
-    for name, said in (scaling or {}).items():
-        adding[type(said)](f"{architecture}.rope.scaling.{name}", said)  # type: ignore[operator]  # by type
+    adders = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+    for name, setting in (scaling or {}).items():
+        adders[type(setting)](f"{architecture}.rope.scaling.{name}", setting)  # type: ignore[operator]  # by type
     for name, numbers in (divisors or {}).items():
         writer.add_tensor(f"{name}.weight", numbers)
     for seed, (name, shape) in enumerate(_shapes(architecture, tied)):
@@ -117,10 +117,10 @@ def _add_tokens(writer: gguf.GGUFWriter, *, of_bytes: bool) -> None:
 
 def _shapes(architecture: str, tied: bool) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes, [out, in], of all tensors."""
-    found: list[tuple[str, tuple[int, ...]]] = [("token_embd.weight", (VOCAB, WIDTH))]
-    found += [("output_norm.weight", (WIDTH,))]
+    shapes: list[tuple[str, tuple[int, ...]]] = [("token_embd.weight", (VOCAB, WIDTH))]
+    shapes += [("output_norm.weight", (WIDTH,))]
     if not (tied or architecture.startswith("gemma")):
-        found += [("output.weight", (VOCAB, WIDTH))]
+        shapes += [("output.weight", (VOCAB, WIDTH))]
     _, kv_heads, side = _heads(architecture)
     keys = kv_heads * side
     for layer in range(LAYERS):
@@ -135,11 +135,11 @@ def _shapes(architecture: str, tied: bool) -> list[tuple[str, tuple[int, ...]]]:
             parts |= {"post_attention_norm": (WIDTH,), "post_ffw_norm": (WIDTH,)}
         if architecture in ("qwen3", "gemma3"):
             parts |= {"attn_q_norm": (side,), "attn_k_norm": (side,)}
-        found += [(f"blk.{layer}.{part}.weight", shape) for part, shape in parts.items()]
+        shapes += [(f"blk.{layer}.{part}.weight", shape) for part, shape in parts.items()]
         if architecture == "qwen2":
             biases = {"attn_q": WIDTH, "attn_k": keys, "attn_v": keys}
-            found += [(f"blk.{layer}.{part}.bias", (size,)) for part, size in biases.items()]
-    return found
+            shapes += [(f"blk.{layer}.{part}.bias", (size,)) for part, size in biases.items()]
+    return shapes
 
 
 def de_quantised(kind: str, data: np.ndarray) -> Tensor:
@@ -171,7 +171,7 @@ def tensor(name: str, shape: list[int], kind: int = 0, offset: int = 0) -> bytes
 def tiny(layers: int = 2, width: int = 32, inner: int = 64) -> bytes:
     """A file of two tensors with a consistent header; the described model may be another."""
     nested = struct.pack("<IQ", 9, 1) + struct.pack("<IQ", 5, 2) + bytes(8)
-    whole = header(
+    head = header(
         value("general.alignment", 4, struct.pack("<I", 8)),
         value("general.architecture", 8, text("llama")),
         value("llama.block_count", 10, struct.pack("<Q", layers)),
@@ -184,4 +184,4 @@ def tiny(layers: int = 2, width: int = 32, inner: int = 64) -> bytes:
         tensors=2,
         values=7,
     )
-    return whole + bytes(-len(whole) % 8) + bytes(16 + 18)
+    return head + bytes(-len(head) % 8) + bytes(16 + 18)

@@ -22,15 +22,15 @@ NOT_OURS = {"results", "vendor"}
 
 def lines() -> dict[str, int]:
     """Number of lines, blank ones too, by room of selfspec, and of tests/ and eval/."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for top in (PACKAGE, *(PACKAGE.parent / name for name in ("tests", "eval"))):
         for path in top.rglob("*"):
             if path.suffix in WRITTEN_BY_HAND and not NOT_OURS & {*path.parts}:
                 inner = path.relative_to(top).with_suffix("").parts[0]
                 name = inner if top == PACKAGE else f"{top.name}/"
                 count = len(path.read_text(encoding="utf-8").splitlines())
-                found[name] = found.get(name, 0) + count
-    return found
+                counts[name] = counts.get(name, 0) + count
+    return counts
 
 
 def module(path: Path) -> str:
@@ -57,25 +57,25 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 def module_arrows() -> dict[str, set[str]]:
     """Which modules of the package each one imports."""
-    found = {}
+    arrows = {}
     for name, tree in MODULES.items():
-        ours = {
+        targets = {
             target.removeprefix("selfspec").removeprefix(".") or "__init__"
             for target in imported(tree)
             if target.split(".")[0] == "selfspec"
         }
-        found[name] = ours - {name}
-    return found
+        arrows[name] = targets - {name}
+    return arrows
 
 
 def room_arrows() -> dict[str, set[str]]:
     """Imports between rooms."""
-    found: dict[str, set[str]] = {}
+    arrows: dict[str, set[str]] = {}
     for name, targets in module_arrows().items():
         room = name.split(".")[0]
-        found.setdefault(room, set()).update(target.split(".")[0] for target in targets)
-        found[room].discard(room)
-    return found
+        arrows.setdefault(room, set()).update(target.split(".")[0] for target in targets)
+        arrows[room].discard(room)
+    return arrows
 
 
 def circles(arrows: Arrows) -> list[set[str]]:
@@ -87,16 +87,16 @@ def circles(arrows: Arrows) -> list[set[str]]:
 
 def floors(arrows: Arrows) -> dict[str, int]:
     """Floor of each name, from 1 on; `arrows` must have no circles."""
-    found: dict[str, int] = {}
+    heights: dict[str, int] = {}
 
     def floor(name: str) -> int:
-        if name not in found:
-            found[name] = 1 + max((floor(target) for target in arrows.get(name, ())), default=0)
-        return found[name]
+        if name not in heights:
+            heights[name] = 1 + max((floor(target) for target in arrows.get(name, ())), default=0)
+        return heights[name]
 
     for name in arrows:
         floor(name)
-    return found
+    return heights
 
 
 def _reached(name: str, arrows: Arrows) -> set[str]:

@@ -90,14 +90,14 @@ def decode(
     """Greedy decoding with any drafter, checking the invariants of design.md section 1."""
     length = ids.shape[1] + new_tokens
     kv = KVCache(backbone.num_layers, shape.slots)
-    more: dict[str, Any] = {"exit_layers": exit_layers, "pinned_rows": shape.rows, "heads": heads}
-    state = DecodeState(backbone, ids, kv=kv, **more)
+    extra: dict[str, Any] = {"exit_layers": exit_layers, "pinned_rows": shape.rows, "heads": heads}
+    state = DecodeState(backbone, ids, kv=kv, **extra)
     rule = Recorder(GreedyMatch(sampler or greedy()))
     entries = []
     for entry in rounds(state, drafter, StopRule(max_length=length), rule):
         entries.append(entry)
-        held = {kv.length(layer) for layer in range(backbone.num_layers)}
-        assert held == {state.length - 1}
+        lengths = {kv.length(layer) for layer in range(backbone.num_layers)}
+        assert lengths == {state.length - 1}
         assert state.hidden.pushed == 0
     return Decoded(state.ids[0, ids.shape[1] :].tolist(), rule.logits, entries)
 
@@ -109,13 +109,13 @@ def rounds(
     """Yield the rounds of one text that is written alone, greedily unless a rule is given."""
     steps = decode_rounds(state, drafter, rule or GreedyMatch(greedy()), stop, Stopwatch())
     try:
-        found = next(steps)
+        step = next(steps)
         while True:
-            if isinstance(found, Round):
-                yield found
-                found = next(steps)
+            if isinstance(step, Round):
+                yield step
+                step = next(steps)
             else:
-                found = steps.send(do_alone(found))
+                step = steps.send(do_alone(step))
     except StopIteration:
         return
     finally:
@@ -163,14 +163,14 @@ def _random(config: HeadsConfig, backbone: Backbone, seed: int, by: float) -> Ex
 
 def medusa_heads(backbone: Backbone, count: int = 4) -> ExitHeads:
     """`count` heads of random weights, each for a token further ahead."""
-    own = replace(deep_heads(backbone).config, exit_layers=(0,), head_type=MEDUSA, num_heads=count)
-    return _random(own, backbone, seed=7, by=0.3)
+    spec = replace(deep_heads(backbone).config, exit_layers=(0,), head_type=MEDUSA, num_heads=count)
+    return _random(spec, backbone, seed=7, by=0.3)
 
 
 def attending_heads(backbone: Backbone) -> AttendingHeads:
     """EAGLE-3 heads of random weights, over every other token of the model."""
     weight, width = backbone.unembedding.weight, backbone.hidden_size
-    drafted = (len(weight) + 1) // 2
+    count = (len(weight) + 1) // 2
     sizes = {"hidden_size": width, "intermediate_size": 48, "vocab_size": len(weight)}
     attention = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     config = AttendingConfig(
@@ -181,7 +181,7 @@ def attending_heads(backbone: Backbone) -> AttendingHeads:
         format="speculators",
         hidden_size=width,
         vocab_size=len(weight),
-        draft_vocab_size=drafted,
+        draft_vocab_size=count,
         num_layers=backbone.num_layers,
         state_layers=(0, backbone.num_layers // 2, backbone.num_layers),
         norm_before_residual=True,
@@ -190,10 +190,10 @@ def attending_heads(backbone: Backbone) -> AttendingHeads:
     )
     generator = torch.Generator().manual_seed(5)
     tensors = {
-        name: torch.randn(one.shape, generator=generator) * one.shape[-1] ** -0.25
-        for name, one in unfilled(config, embeddings=False).state_dict().items()
+        name: torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.25
+        for name, tensor in unfilled(config, embeddings=False).state_dict().items()
     }
-    tensors["d2t"] = torch.arange(drafted)
+    tensors["d2t"] = torch.arange(count)
     return AttendingHeads(config, backbone.unembedding, tensors).eval().requires_grad_(False)
 
 
@@ -244,10 +244,10 @@ HEADS: dict[str, Callable[[Backbone], ExitHeads | AttendingHeads]] = {
 def taught(runtime: Runtime, sequence: list[int]) -> None:
     """Give a runtime successors and a datastore of the sequence, with every third token wrong."""
     size = runtime.backbone.vocab_size
-    for at, token in enumerate(sequence[1:], start=1):
+    for place, token in enumerate(sequence[1:], start=1):
         wrong = (token + 1) % size
-        runtime.successors.learn(sequence[:at], [wrong, token] if at % 3 else [wrong], token)
-    other = [(token + (at % 3 == 0)) % size for at, token in enumerate(sequence)]
+        runtime.successors.learn(sequence[:place], [wrong, token] if place % 3 else [wrong], token)
+    other = [(token + (place % 3 == 0)) % size for place, token in enumerate(sequence)]
     runtime.datastore = Datastore.of([sequence, other, other], make_tokenizer())
 
 
@@ -270,11 +270,11 @@ def drafters(
         if (kinds is None or name in kinds) and (trees or "trees" not in name):
             yield name, drafter, {"exit_layers": exits}
     heads_of = cache(lambda kind: HEADS[kind](backbone) if kind else None)
-    asked = SequenceRequest(
+    request = SequenceRequest(
         ids=torch.tensor([sequence]), sampler=greedy(), stop=StopRule(max_length=999)
     )
-    for name, (kind, wanted) in OWN.items():
-        options = EAGER.updated({"drafter": wanted})
+    for name, (kind, spec) in OWN.items():
+        options = EAGER.updated({"drafter": spec})
         if name == "exits with pauses":
             options = options.updated({"never_slower": True, "costs": "row=0.3"})
         second = wrapped("llama", num_hidden_layers=3) if name == "another model" else None
@@ -284,9 +284,9 @@ def drafters(
             heads = heads_of(kind)
             runtime = Runtime(backbone, heads, second)
             taught(runtime, sequence)
-            used = heads.layers_in_use(options) if heads else ()
-            more = {"exit_layers": used, "heads": heads}
-            yield name, runtime.drafter(asked, options, Load()), more
+            layers = heads.layers_in_use(options) if heads else ()
+            keywords = {"exit_layers": layers, "heads": heads}
+            yield name, runtime.drafter(request, options, Load()), keywords
 
 
 def check_draft_invariance(
@@ -303,21 +303,21 @@ def check_draft_invariance(
     """
     plain = decode(backbone, ids, NoDrafter(), shape=shape, new_tokens=new_tokens)
     sequence, trees = ids[0].tolist() + plain.tokens, backbone.claims.steady
-    for name, drafter, more in drafters(backbone, sequence, kinds, trees=trees):
-        found = decode(backbone, ids, drafter, shape=shape, new_tokens=new_tokens, **more)
-        differing = int((found.logits != plain.logits).any(-1).sum())
+    for name, drafter, keywords in drafters(backbone, sequence, kinds, trees=trees):
+        decoded = decode(backbone, ids, drafter, shape=shape, new_tokens=new_tokens, **keywords)
+        differing = int((decoded.logits != plain.logits).any(-1).sum())
         assert differing == 0, f"{name}: {differing} of {len(plain.tokens)} positions differ"
-        assert found.tokens == plain.tokens, name
+        assert decoded.tokens == plain.tokens, name
 
 
 def check_equal_to_hugging_face(backbone: Backbone, ids: Tensor, kinds: Kinds = None) -> None:
     """Rung 3, for float64: tokens equal to `model.generate`'s, whatever the drafts."""
     expected, _ = hugging_face(backbone.model, ids, NEW_TOKENS)
-    for name, drafter, more in drafters(backbone, ids[0].tolist() + expected, kinds):
-        found = decode(backbone, ids, drafter, **more)
-        assert found.tokens == expected, name
-        kept = max(entry.accepted for entry in found.entries)
-        assert kept >= {"oracle": 1, "oracle trees": 2}.get(name, 0), name
+    for name, drafter, keywords in drafters(backbone, ids[0].tolist() + expected, kinds):
+        decoded = decode(backbone, ids, drafter, **keywords)
+        assert decoded.tokens == expected, name
+        accepted = max(entry.accepted for entry in decoded.entries)
+        assert accepted >= {"oracle": 1, "oracle trees": 2}.get(name, 0), name
 
 
 def check_sampling(
@@ -335,10 +335,10 @@ def check_sampling(
     test_mutants.py has p < 1e-10 from 1,000 draws on.
     """
     size = model.config.vocab_size
-    own = {name: options.pop(name) for name in OPTION_NAMES if name in options}
+    settings = {name: options.pop(name) for name in OPTION_NAMES if name in options}
     speculator = wrap(model, heads=heads, drafter="exit", **options)
     low = {"exit": "layers=1,threshold=0.01,max_tokens=2", "draft_model": "max_tokens=2"}
-    speculator.options = speculator.options.updated(low | own)
+    speculator.options = speculator.options.updated(low | settings)
     # made once: transformers reads the keywords more slowly than the answer is written
     call = speculator.call(
         ids, {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE}
@@ -356,13 +356,13 @@ def enumerate_sequences(
     model: PreTrainedModel, ids: Tensor, length: int, size: int
 ) -> dict[tuple[int, ...], float]:
     """Exact probability of every continuation of `length` tokens."""
-    found = {}
+    chances = {}
     with torch.no_grad():
         for tokens in itertools.product(range(size), repeat=length):
             logits = block_logits(model, ids, list(tokens))
             probs = (logits / TEMPERATURE).softmax(-1).gather(1, torch.tensor(tokens)[:, None])
-            found[tokens] = float(probs.prod())
-    return found
+            chances[tokens] = float(probs.prod())
+    return chances
 
 
 def chi_square_p(

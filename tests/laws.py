@@ -127,11 +127,11 @@ def verdicts(
     rule: AcceptanceRule, words: Words, logits: Tensor, draft: Draft
 ) -> list[tuple[int, bool]]:
     """All verdicts; each token is committed before the next verdict, as in decode."""
-    found = []
+    pairs = []
     for _, verdict in walk(cast(DecodeState, words), draft, Target(logits), rule):
         words.tokens.append(verdict.token)
-        found.append((verdict.token, verdict.kept is not None))
-    return found
+        pairs.append((verdict.token, verdict.kept is not None))
+    return pairs
 
 
 def draft_words(sampler: Sampler, count: int, law: Tensor = DRAFTS) -> Draft:
@@ -147,7 +147,7 @@ def draft_words(sampler: Sampler, count: int, law: Tensor = DRAFTS) -> Draft:
 def drafted(*tokens: int, law: Tensor, belief: Tensor | None = None) -> Draft:
     """A chain of tokens, each drawn from `law`."""
     draft = Draft.of(tokens)
-    draft.proposed = [one._replace(probs=law, belief=belief) for one in draft.proposed]
+    draft.proposed = [token._replace(probs=law, belief=belief) for token in draft.proposed]
     return draft
 
 

@@ -147,11 +147,11 @@ def wrapped(
 
 def noted(patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]) -> list[Any]:
     """A list that gets `note`'s result for the arguments of each call of a patched function."""
-    notes, run = list[Any](), getattr(owner, name)
+    notes, original = list[Any](), getattr(owner, name)
 
-    def noting(*given: Any, **named: Any) -> Any:
-        notes.append(note(*given, **named))
-        return run(*given, **named)
+    def noting(*args: Any, **keywords: Any) -> Any:
+        notes.append(note(*args, **keywords))
+        return original(*args, **keywords)
 
     patch.setattr(owner, name, noting)
     return notes

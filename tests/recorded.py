@@ -37,8 +37,8 @@ class Recording(TorchDispatchMode):
     def replay(self) -> None:
         """Run all operators again; results that are no views overwrite the first results."""
         for func, args, kwargs, output in self.calls:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(output), tree_leaves(again), strict=True):
+            rerun = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(output), tree_leaves(rerun), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 

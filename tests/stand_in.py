@@ -26,12 +26,12 @@ _COPIES = {Tensor.copy_, torch._foreach_copy_, torch._has_compatible_shallow_cop
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """Provide FIRST and SECOND while open; random generators stay in main memory."""
-    generator, parsed = torch.Generator, torch._C._nn._parse_to
+    generator, original = torch.Generator, torch._C._nn._parse_to
 
     def parse(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], Tensor):
             return place(args[0]), args[0].dtype, False, None
-        return parsed(*args, **kwargs)
+        return original(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, _Places():
         patch.setattr(torch, "Generator", lambda _=None: generator())
@@ -54,55 +54,55 @@ class _Places(TorchFunctionMode):
             return place(args[0])
         if function in (Tensor.to, Tensor.cpu):
             return _moved(*args, **kwargs) if function == Tensor.to else _moved(args[0], _HOST)
-        asked = kwargs.pop("device", None)
-        if str(asked) == "meta":
-            return function(*args, **kwargs, device=asked)
-        where = _agreed(function, args, kwargs) if asked is None else torch.device(asked)
-        found = function(*args, **kwargs)
-        for one in tree_leaves(found):
-            if isinstance(one, Tensor):
-                _put(one, where)
-        return found
+        device = kwargs.pop("device", None)
+        if str(device) == "meta":
+            return function(*args, **kwargs, device=device)
+        target = _agreed(function, args, kwargs) if device is None else torch.device(device)
+        output = function(*args, **kwargs)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                _put(leaf, target)
+        return output
 
 
 def place(tensor: Tensor) -> torch.device:
-    own = tensor.device
-    return own if own.type == "meta" else getattr(tensor.untyped_storage(), "place", own)
+    device = tensor.device
+    return device if device.type == "meta" else getattr(tensor.untyped_storage(), "place", device)
 
 
-def _put(tensor: Tensor, where: torch.device) -> None:
+def _put(tensor: Tensor, device: torch.device) -> None:
     """Set the device of a tensor's memory, unless it has one, as for a view."""
     if tensor.device.type != "meta" and not hasattr(tensor.untyped_storage(), "place"):
-        tensor.untyped_storage().place = where  # type: ignore[attr-defined]
+        tensor.untyped_storage().place = device  # type: ignore[attr-defined]
 
 
 def _moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     kwargs.pop("copy", None)
-    named, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-    where = place(tensor) if named is None else named
-    if where.type == "meta":
-        return tensor.to(where, dtype)
-    found = tensor if dtype is None else tensor.to(dtype)
-    if found is tensor and where == place(tensor):
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    target = place(tensor) if device is None else device
+    if target.type == "meta":
+        return tensor.to(target, dtype)
+    output = tensor if dtype is None else tensor.to(dtype)
+    if output is tensor and target == place(tensor):
         return tensor
-    found = found.detach().clone() if found is tensor else found
-    _put(found, where)
-    return found
+    output = output.detach().clone() if output is tensor else output
+    _put(output, target)
+    return output
 
 
 def _agreed(function: Any, args: Any, kwargs: Any) -> torch.device:
     """The common device of an operator's tensors. Raises RuntimeError, as CUDA does."""
-    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     data: Any = Tensor.data
     free = function in _COPIES or function == data.__set__
-    places = [place(one) for one in tensors if one.dim() or place(one) != _HOST]
+    places = [place(tensor) for tensor in tensors if tensor.dim() or place(tensor) != _HOST]
     if function in (Tensor.__getitem__, Tensor.__setitem__):
-        places[1:] = [one for one in places[1:] if one not in (_HOST, places[0])]
+        places[1:] = [device for device in places[1:] if device not in (_HOST, places[0])]
         free = function == Tensor.__setitem__ and not any(
-            isinstance(one, Tensor) for one in tree_leaves(args[1])
+            isinstance(leaf, Tensor) for leaf in tree_leaves(args[1])
         )
     if len(set(places)) > 1 and not free:
-        found = " and ".join(map(str, dict.fromkeys(places)))
+        devices = " and ".join(map(str, dict.fromkeys(places)))
         name = getattr(function, "__name__", function)
-        raise RuntimeError(f"{name}: expected all tensors on one device, found {found}")
+        raise RuntimeError(f"{name}: expected all tensors on one device, found {devices}")
     return places[0] if places else _HOST

@@ -38,7 +38,7 @@ def answered(model: PreTrainedModel, seed: int, count: int) -> Conversation:
 
 def talk_lines(model: PreTrainedModel) -> str:
     """The conversations of `make_talks` as lines of JSON."""
-    talks = [{"input_ids": list(one.ids), "answer_start": 5} for one in make_talks(model)]
+    talks = [{"input_ids": list(talk.ids), "answer_start": 5} for talk in make_talks(model)]
     return "".join(json.dumps(talk) + "\n" for talk in talks)
 
 
@@ -51,9 +51,9 @@ def save_tiny(folder: Path, family: str = "llama", **sizes: Any) -> Path:
 
 def make_tokenizer() -> PreTrainedTokenizerBase:
     """A tokenizer of whole words, with a chat template and a special token without a role."""
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "c"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    built = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", bos_token="<start>")
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "c"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    built = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", bos_token="<start>")
     built.add_tokens(["<unused>"], special_tokens=True)
     built.chat_template = TEMPLATE
     assert len(built) == len(WORDS)

@@ -45,8 +45,8 @@ def place_and_clock(monkeypatch: pytest.MonkeyPatch, models: Path) -> None:
 
 
 def made(output: Path, **options: Any) -> Report:
-    asked = {"budget": "20s", "recipe": "recipe.yaml", "dtype": "float32"} | options
-    return selfspec.adapt(asked.pop("model", "chat"), output=output, **asked)
+    keywords = {"budget": "20s", "recipe": "recipe.yaml", "dtype": "float32"} | options
+    return selfspec.adapt(keywords.pop("model", "chat"), output=output, **keywords)
 
 
 @pytest.fixture
@@ -65,26 +65,26 @@ def test_one_call_gives_text_heads_and_a_report(folder: Path) -> None:
     assert report.answer_tokens > 0
     assert len(report.rows) >= 6
     # the kept folder's report names itself
-    kept = report.markdown().replace(str(folder), str(Path("kept").absolute()))
-    assert (folder / REPORT).read_text() == kept
+    expected = report.markdown().replace(str(folder), str(Path("kept").absolute()))
+    assert (folder / REPORT).read_text() == expected
     assert all(row.same for row in report.rows)
     positions, share = report.agreement["all"]
     assert positions == sum(n for kind, (n, _) in report.agreement.items() if kind != "all")
     assert 0.0 <= share <= 1.0
-    fitted = selfspec.load("chat", heads=folder / HEADS, dtype="float32")
-    assert fitted.heads is not None
-    assert fitted.heads.config.temperatures
-    plain = fitted.generate("a b c", max_new_tokens=12, speculate=False)
-    assert fitted.generate("a b c", max_new_tokens=12).token_ids == plain.token_ids
+    speculator = selfspec.load("chat", heads=folder / HEADS, dtype="float32")
+    assert speculator.heads is not None
+    assert speculator.heads.config.temperatures
+    plain = speculator.generate("a b c", max_new_tokens=12, speculate=False)
+    assert speculator.generate("a b c", max_new_tokens=12).token_ids == plain.token_ids
 
 
 def test_more_time_gives_more_text_and_further_fitted_heads(folder: Path) -> None:
-    before = json.loads((folder / STATE).read_text())
+    state = json.loads((folder / STATE).read_text())
     text = (folder / TEXT).read_bytes()
     report = made(folder, budget="40s")
-    assert report.answer_tokens > before["tokens"]
+    assert report.answer_tokens > state["tokens"]
     assert (folder / TEXT).read_bytes().startswith(text)
-    assert report.spent_s > before["spent_s"]
+    assert report.spent_s > state["spent_s"]
     old, new = (read_config(folder / name)["training"] for name in (BEFORE, HEADS))
     assert new["before"] == old
 
@@ -93,15 +93,15 @@ def test_a_killed_run_resumes(tmp_path: Path) -> None:
     steps = ("writing", "fitting: step", "calibrating", "comparing")
     for step in steps:
 
-        def killed(_spent: float, _budget: float, words: str, step: str = step) -> None:
-            if words.startswith(step):
+        def killed(_spent: float, _budget: float, line: str, step: str = step) -> None:
+            if line.startswith(step):
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
             made(tmp_path / "out", show=killed)
-    said: list[str] = []
-    report = made(tmp_path / "out", show=lambda _spent, _budget, words: said.append(words))
-    assert not any(words.startswith(steps[:3]) for words in said), "finished steps are not repeated"
+    lines: list[str] = []
+    report = made(tmp_path / "out", show=lambda _spent, _budget, line: lines.append(line))
+    assert not any(line.startswith(steps[:3]) for line in lines), "finished steps are not repeated"
     assert len(report.rows) >= 6
 
 
@@ -197,9 +197,9 @@ def test_slower_heads_are_not_reported_as_faster(seconds: Any, drafts: bool, fas
 
 def test_differing_texts_are_compared_by_tokens_per_second() -> None:
     stats = Mock(decode_s=1.0, rounds=3)
-    texts = [Mock(token_ids=[7] * (count + 1), stats=stats) for count in (8, 4, 16)]
-    own = Mock(_state=Mock(asked=0), _answered=Mock(side_effect=texts))
-    row = _Adaptation._timed(own, Mock(), "task", "a", 64)
+    answers = [Mock(token_ids=[7] * (count + 1), stats=stats) for count in (8, 4, 16)]
+    adaptation = Mock(_state=Mock(asked=0), _answered=Mock(side_effect=answers))
+    row = _Adaptation._timed(adaptation, Mock(), "task", "a", 64)
     assert row == Row("task", 16, [2.0, 4.0, 1.0], 3, same=False)
 
 
@@ -213,8 +213,8 @@ def test_faster_heads_are_used_by_default(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_the_command_prints_the_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--model", "chat", "--dtype", "float32", "--recipe", "recipe.yaml", "--budget", "20s"]
-    assert main(["adapt", *asked, "--output", str(folder)]) == 0
+    flags = ["--model", "chat", "--dtype", "float32", "--recipe", "recipe.yaml", "--budget", "20s"]
+    assert main(["adapt", *flags, "--output", str(folder)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("# Heads for chat\n")
     assert all(way in out for way in WAYS)

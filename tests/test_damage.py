@@ -103,8 +103,8 @@ def data_of(folder: Path) -> Writer:
 
 
 def save_checkpoint(folder: Path, backbone: Backbone) -> None:
-    held = dict(make_heads("linear", backbone.unembedding).state_dict())
-    fit.save_checkpoint(folder / hub.CHECKPOINT, held, {"job": {"a": [1, None]}})
+    tensors = dict(make_heads("linear", backbone.unembedding).state_dict())
+    fit.save_checkpoint(folder / hub.CHECKPOINT, tensors, {"job": {"a": [1, None]}})
 
 
 FORMATS = {
@@ -205,10 +205,10 @@ def damaged(draw: Draw, data: bytes) -> bytes:
             data = head + text + data[end:]
             continue
         last = max(0, len(data) - 1)
-        at = draw(st.one_of(st.integers(0, min(last, 600)), st.integers(0, last)))
+        place = draw(st.one_of(st.integers(0, min(last, 600)), st.integers(0, last)))
         part = draw(st.one_of(st.binary(min_size=1, max_size=8), st.sampled_from(PARTS)))
         size = draw(st.sampled_from([0, 1, 4, 8, len(part), len(data)]))
-        data = data[:at] + part + data[at + size :]
+        data = data[:place] + part + data[place + size :]
     return data
 
 
@@ -270,9 +270,9 @@ def test_damage_gives_one_line_or_does_no_harm(
     path = draws.draw(st.sampled_from(sorted(folder.glob(pattern))))
     path.write_bytes(damaged(draws.draw, path.read_bytes()))
     before = snapshot(folder)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    memory = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     try:
-        with patience(), limited(resource.RLIMIT_AS, used + MOST_MEMORY):
+        with patience(), limited(resource.RLIMIT_AS, memory + MOST_MEMORY):
             FORMATS[name].read(folder, backbone)
     except SelfspecError as error:
         text = str(error)

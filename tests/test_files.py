@@ -173,8 +173,8 @@ def test_files_that_others_write_near_a_locked_output_stay(tmp_path: Path) -> No
 
 
 def save_conversation(folder: Path, _: Backbone) -> None:
-    talk: Any = FakeSpeculator()
-    Chat(talk, {}, {"system": "be brief"}).save(str(folder / "talk.json"))
+    speculator: Any = FakeSpeculator()
+    Chat(speculator, {}, {"system": "be brief"}).save(str(folder / "talk.json"))
 
 
 def fill_folder(folder: Path, _: Backbone) -> None:
@@ -187,10 +187,10 @@ def fill_folder(folder: Path, _: Backbone) -> None:
 def finish_prompts(folder: Path, _: Backbone) -> None:
     if not (prompts := folder.parent / "prompts.jsonl").exists():
         prompts.write_text('{"prompt": "bad"}\n')
-    asked: Any = {"prompts": prompts, "output": folder / "answers.jsonl", "overwrite": True}
+    options: Any = {"prompts": prompts, "output": folder / "answers.jsonl", "overwrite": True}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("selfspec.cli.base.load", lambda _: FakeSpeculator())
-        answer_all(asked, {"raw": True}, more=False)
+        answer_all(options, {"raw": True}, more=False)
 
 
 WRITERS: dict[str, Callable[[Path, Backbone], object]] = {
@@ -216,9 +216,9 @@ def modes(folder: Path) -> dict[Path, int]:
 
 @pytest.fixture(params=[0o077, 0o022, 0o002])
 def mask(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = os.umask(request.param)
+    old = os.umask(request.param)
     yield request.param
-    os.umask(before)
+    os.umask(old)
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -226,9 +226,9 @@ def test_modes_follow_the_umask_and_are_kept(
     writer: str, tmp_path: Path, backbone: Backbone, mask: int
 ) -> None:
     WRITERS[writer](tmp_path, backbone)
-    made = modes(tmp_path)
-    assert made
-    for path, mode in made.items():
+    entries = modes(tmp_path)
+    assert entries
+    for path, mode in entries.items():
         assert mode == (0o777 if path.is_dir() else 0o666) & ~mask, path
         path.chmod(0o750 if path.is_dir() else 0o640)
     before = modes(tmp_path)
@@ -277,9 +277,9 @@ def test_a_full_disk_leaves_the_old_files(writer: str, tmp_path: Path, backbone:
             with limited(resource.RLIMIT_FSIZE, room), pytest.raises(CannotWrite) as caught:
                 WRITERS[writer](folder, backbone)
             assert "\n" not in str(caught.value)
-        found = snapshot(kept)
-        assert not [name for name in found if name.endswith((".new", ".lock"))]
-        assert before.items() <= found.items(), "an old file is not what it was"
+        after = snapshot(kept)
+        assert not [name for name in after if name.endswith((".new", ".lock"))]
+        assert before.items() <= after.items(), "an old file is not what it was"
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs a second user")
@@ -317,8 +317,8 @@ def test_our_own_files_are_recognised(writer: str, tmp_path: Path, backbone: Bac
     """By their first bytes; a file that only mentions selfspec is a user's own."""
     marked = {"answers", "a conversation", "a trace", "a card", "a run of bench"}
     WRITERS[writer](tmp_path, backbone)
-    whole = [files.written_here(path) for path in sorted(tmp_path.iterdir())]
-    assert any(whole) is (writer in marked)
+    marks = [files.written_here(path) for path in sorted(tmp_path.iterdir())]
+    assert any(marks) is (writer in marked)
 
 
 @pytest.mark.parametrize(

@@ -127,12 +127,12 @@ def test_every_turn_of_a_session_is_hugging_faces(family: str) -> None:
             for number, _ in enumerate(stream, start=1):
                 if number == turn.pieces:
                     break
-            found = stream.result
-            assert found.token_ids == expected[: len(found.token_ids)]
-            text = torch.cat([prompt, torch.tensor([found.token_ids])], dim=1)
-            if found.stop_reason is not None:
-                assert found.token_ids == expected
-                assert found.stop_reason == wishes.reason(text)
+            answer = stream.result
+            assert answer.token_ids == expected[: len(answer.token_ids)]
+            text = torch.cat([prompt, torch.tensor([answer.token_ids])], dim=1)
+            if answer.stop_reason is not None:
+                assert answer.token_ids == expected
+                assert answer.stop_reason == wishes.reason(text)
 
     check()
 
@@ -141,11 +141,11 @@ def test_only_the_last_token_of_a_stream_has_a_stop_reason() -> None:
     """Found by the sessions above."""
     speculator = fuzz.speculator("llama", torch.float64, "generic", "logit-lens")
     options: Any = {"drafter": "exit:threshold=0.01", "never_slower": False}
-    for new in range(2, 9):
-        whole = speculator.stream(random_ids(9), max_new_tokens=new, **options)
-        reasons = [whole.result.stop_reason for _ in whole]
-        assert reasons == [None] * (new - 1) + ["length"]
-        assert whole.result.stop_reason == "length"
+    for count in range(2, 9):
+        stream = speculator.stream(random_ids(9), max_new_tokens=count, **options)
+        reasons = [stream.result.stop_reason for _ in stream]
+        assert reasons == [None] * (count - 1) + ["length"]
+        assert stream.result.stop_reason == "length"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -161,11 +161,11 @@ def test_neither_drafts_nor_other_rows_change_a_text(
         case, prompts = batch
         family, sizes = fuzz.configuration(number)
         speculator = fuzz.speculator(family, dtype, case.executor, case.heads, sizes)
-        together = dict(speculator.generate_each(prompts, **all_options(case) | draws))
+        answers = dict(speculator.generate_each(prompts, **all_options(case) | draws))
         for row, prompt in enumerate(prompts):
-            own = draws | {"seed": draws["seed"] + row, "speculate": False}
-            alone = all_options(case) | own
-            plain, drafted = answer_of(speculator, prompt, alone), together[row]
+            changes = draws | {"seed": draws["seed"] + row, "speculate": False}
+            options = all_options(case) | changes
+            plain, drafted = answer_of(speculator, prompt, options), answers[row]
             if isinstance(plain, SelfspecError) or isinstance(drafted, SelfspecError):
                 assert str(plain) == str(drafted)
             elif drafted.stats.pinned or (dtype == torch.float16 and not drafted.stats.drafted):

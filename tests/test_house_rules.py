@@ -86,9 +86,9 @@ def public_definitions(body: list[ast.stmt]) -> Iterator[Function | ast.ClassDef
 
 
 def untyped(node: Function) -> bool:
-    every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    every += [entry for entry in (node.args.vararg, node.args.kwarg) if entry]
-    bare = [arg for arg in every if arg.annotation is None and arg.arg not in ("self", "cls")]
+    args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    args += [entry for entry in (node.args.vararg, node.args.kwarg) if entry]
+    bare = [arg for arg in args if arg.annotation is None and arg.arg not in ("self", "cls")]
     return bool(bare) or node.returns is None
 
 
@@ -104,11 +104,11 @@ def test_no_file_outgrows_its_limit() -> None:
 
 
 def test_rooms_keep_their_budgets() -> None:
-    found = house.lines()
-    assert found.keys() == MOST_LINES.keys()
-    over = {name: n - MOST_LINES[name] for name, n in found.items() if n > MOST_LINES[name]}
+    counts = house.lines()
+    assert counts.keys() == MOST_LINES.keys()
+    over = {name: n - MOST_LINES[name] for name, n in counts.items() if n > MOST_LINES[name]}
     assert not over, "lines too many; delete as many"
-    under = {name: n for name, n in found.items() if n < MOST_LINES[name] - SPARE}
+    under = {name: n for name, n in counts.items() if n < MOST_LINES[name] - SPARE}
     assert not under, "lower the budgets to these"
 
 
@@ -125,14 +125,14 @@ def test_functions_stay_short() -> None:
 def test_public_api_is_documented() -> None:
     api = {name: getattr(selfspec, name) for name in selfspec.__all__}
     for name, kind in [*api.items()]:
-        made = FunctionType | property | classmethod
+        types = FunctionType | property | classmethod
         parts = vars(kind).items() if isinstance(kind, type) else ()
-        api |= {f"{name}.{part}": value for part, value in parts if isinstance(value, made)}
+        api |= {f"{name}.{part}": value for part, value in parts if isinstance(value, types)}
     assert len(api) > 80
     assert not [name for name, value in api.items() if not value.__doc__ and "._" not in name]
-    inner = (node for tree in TREES.values() for node in ast.walk(tree))
-    named = (node for node in inner if isinstance(node, Function | ast.ClassDef))
-    texts = [ast.get_docstring(node) or "" for node in named]
+    nodes = (node for tree in TREES.values() for node in ast.walk(tree))
+    definitions = (node for node in nodes if isinstance(node, Function | ast.ClassDef))
+    texts = [ast.get_docstring(node) or "" for node in definitions]
     assert not [text for text in texts if text.startswith(("Of ", "As ", "That "))]
 
 
@@ -175,14 +175,14 @@ def test_executors_and_heads_do_not_know_who_runs_them() -> None:
 
 
 def test_shares_of_a_plain_step_are_made_in_one_place() -> None:
-    dividing = {
+    modules = {
         house.module(path)
         for path, tree in TREES.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
         if "plain_step" in ast.unparse(node.right)
     }
-    assert dividing <= {"decoding.costs"}
+    assert modules <= {"decoding.costs"}
 
 
 def test_circles_and_floors_are_found() -> None:
@@ -192,13 +192,13 @@ def test_circles_and_floors_are_found() -> None:
 
 
 def test_runtime_needs_no_training_or_plotting_and_nothing_the_laboratory() -> None:
-    found = {
+    imports = {
         (path.name, name)
         for path, tree in TREES.items()
         for name in house.imported(tree)
         if name.split(".")[0] in (*LABORATORY, *(NOT_IN_RUNTIME if room(path) in RUNTIME else ()))
     }
-    assert not found
+    assert not imports
 
 
 @pytest.mark.parametrize(
@@ -206,5 +206,5 @@ def test_runtime_needs_no_training_or_plotting_and_nothing_the_laboratory() -> N
 )
 def test_looking_for_a_file_and_all_help_load_no_torch(done: str) -> None:
     code = f"import sys; {done}; print({{'torch', 'transformers'}} & sys.modules.keys())"
-    said = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=PACKAGE.parent)
-    assert said.strip() == "set()"
+    output = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=PACKAGE.parent)
+    assert output.strip() == "set()"

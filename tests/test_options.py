@@ -36,9 +36,9 @@ BAD: list[tuple[type, str, list[Any]]] = [
     (Exit, "anneal_strength", [-0.01, math.nan, math.inf]),
     (Exit, "max_tokens", [0, "6", 2.5, True]),
     (Exit, "layers", [5, "2,4", (2, "4"), {2: 4}]),
-    *((made, "max_tokens", [0]) for made in (Ngram, parts.DraftModel)),
-    *((made, name, [0]) for made, name in ((Ngram, "size"), (CmAsd, "top_beta"), (Easd, "tokens"))),
-    *((made, "threshold", [-0.1, 1.5]) for made in (parts.Skip, parts.Threshold)),
+    *((kind, "max_tokens", [0]) for kind in (Ngram, parts.DraftModel)),
+    *((kind, name, [0]) for kind, name in ((Ngram, "size"), (CmAsd, "top_beta"), (Easd, "tokens"))),
+    *((kind, "threshold", [-0.1, 1.5]) for kind in (parts.Skip, parts.Threshold)),
     *((CmAsd, name, [-0.1]) for name in ("tolerance", "tolerance_gain")),
     (parts.Skip, "skipped", [(1, 3), (), "2"]),
     (parts.Skip, "target", [-0.1]),
@@ -123,19 +123,19 @@ def test_maxima_cost_little(kind: Any, name: str, largest: tuple[Speculator, lis
         values = {name: 5 if name == "max_depth" else (5,)}  # must be an existing layer
     if name == "shortest":
         values["longest"] = most
-    asked: Any = values
+    keywords: Any = values
     if kind is not SpeculationOptions:
         part = kind(**values)
         group = next((g for g, k in parts.KINDS.items() if kind in k.values()), "costs")
-        asked = {group: part}
+        keywords = {group: part}
     if kind is Easd:
-        asked["acceptance"] = dataclasses.replace(part, entropy=part.entropy or 1.0)
-    asked = {"drafter": "ngram:max_tokens=64+exit:max_tokens=64", **asked}
+        keywords["acceptance"] = dataclasses.replace(part, entropy=part.entropy or 1.0)
+    keywords = {"drafter": "ngram:max_tokens=64+exit:max_tokens=64", **keywords}
     if kind is parts.DraftModel:
-        del asked["drafter"]
+        del keywords["drafter"]
     before = psutil.Process().memory_info().rss
     with patience():
-        speculator.generate(text, max_new_tokens=24, do_sample=kind is Lenient, seed=1, **asked)
+        speculator.generate(text, max_new_tokens=24, do_sample=kind is Lenient, seed=1, **keywords)
     assert psutil.Process().memory_info().rss - before < 50 << 20
 
 
@@ -177,8 +177,8 @@ def test_a_request_may_ask_for_less_than_the_command_line(drafter: str) -> None:
 
 def test_lossy_settings_are_named() -> None:
     rules = (parts.Lossless(), Lenient(lenience=1.0), Lenient(lenience=0.5), CmAsd(), Easd())
-    found = [SpeculationOptions(acceptance=rule).loss for rule in rules]
-    assert found == [None, None, "lenience 0.5", "acceptance cm-asd", "acceptance easd"]
+    losses = [SpeculationOptions(acceptance=rule).loss for rule in rules]
+    assert losses == [None, None, "lenience 0.5", "acceptance cm-asd", "acceptance easd"]
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ options = st.builds(
     SpeculationOptions,
     speculate=st.booleans(),
     drafter=st.sampled_from(parts.TOGETHER),
-    controller=st.one_of([some(made) for made in parts.CONTROLLERS.values()]),
-    acceptance=st.one_of([some(made) for made in parts.ACCEPTANCE.values()]),
+    controller=st.one_of([some(kind) for kind in parts.CONTROLLERS.values()]),
+    acceptance=st.one_of([some(kind) for kind in parts.ACCEPTANCE.values()]),
     costs=some(Costs),
     **{kind.replace("-", "_"): some(one) for kind, one in parts.DRAFTERS.items() if kind != "none"},
     easd=some(Easd),
@@ -262,23 +262,23 @@ options = st.builds(
 # --- conversion to text and back
 
 
-@given(st.one_of([some(made) for made in (*PARTS, Costs)]))
+@given(st.one_of([some(kind) for kind in (*PARTS, Costs)]))
 def test_a_part_can_be_read_back_from_its_text(part: parts.Part) -> None:
     for full in (False, True):
-        _, _, said = parts.as_text(part, full=full).partition(":")
-        assert parts.with_settings(type(part)(), said or None) == part
+        _, _, text = parts.as_text(part, full=full).partition(":")
+        assert parts.with_settings(type(part)(), text or None) == part
 
 
 @given(options)
 def test_options_can_be_read_back_from_their_differences(found: SpeculationOptions) -> None:
-    said = json.loads(json.dumps(found.differing()))
-    assert SpeculationOptions().updated(said) == found
+    values = json.loads(json.dumps(found.differing()))
+    assert SpeculationOptions().updated(values) == found
 
 
 @given(options)
 def test_a_description_covers_all_options_in_use(found: SpeculationOptions) -> None:
-    said = json.loads(json.dumps(found.described()))
-    assert SpeculationOptions().updated(said).described() == said
+    values = json.loads(json.dumps(found.described()))
+    assert SpeculationOptions().updated(values).described() == values
 
 
 def test_the_shortest_text_holds_only_differences() -> None:
@@ -326,13 +326,13 @@ def test_text_changes_only_named_settings_and_an_object_replaces_all() -> None:
     old = SpeculationOptions(
         exit=Exit(layers=(2,), max_tokens=3), controller=GammaTune(rate=0.5), costs=Costs(row=0.5)
     )
-    after = old.updated({"drafter": "ngram+exit:threshold=0.5", "controller": "gammatune:step=1"})
-    assert after.exit == Exit(layers=(2,), max_tokens=3, threshold=0.5)
-    assert after.controller == GammaTune(rate=0.5, step=1.0)
-    assert after.updated({"costs": "head=0"}).costs == Costs(row=0.5, head=0.0)
-    assert after.updated({"drafter": Exit(threshold=0.5)}).exit == Exit(threshold=0.5)
-    assert after.updated({"controller": "threshold"}).controller == parts.Threshold()
-    assert after.updated({"drafter": "ngram"}).exit == after.exit  # kept for later
+    new = old.updated({"drafter": "ngram+exit:threshold=0.5", "controller": "gammatune:step=1"})
+    assert new.exit == Exit(layers=(2,), max_tokens=3, threshold=0.5)
+    assert new.controller == GammaTune(rate=0.5, step=1.0)
+    assert new.updated({"costs": "head=0"}).costs == Costs(row=0.5, head=0.0)
+    assert new.updated({"drafter": Exit(threshold=0.5)}).exit == Exit(threshold=0.5)
+    assert new.updated({"controller": "threshold"}).controller == parts.Threshold()
+    assert new.updated({"drafter": "ngram"}).exit == new.exit  # kept for later
 
 
 def test_easd_as_text_starts_from_the_heads_settings() -> None:
@@ -358,8 +358,8 @@ TOO_FEW = "pinned_rows is 8, but"
         ({"drafter": "ngram:zzz=1"}, "unknown setting of ngram: 'zzz'. Known: max_tokens, size"),
         ({"drafter": "exit:threshold=high"}, "exit:threshold is 'high', expected a finite number"),
         *(
-            ({"drafter": f"exit:{said}"}, f"exit is followed by '{said}', expected KEY=VALUE,..")
-            for said in ("", "0.5", "layers", "=3")
+            ({"drafter": f"exit:{text}"}, f"exit is followed by '{text}', expected KEY=VALUE,..")
+            for text in ("", "0.5", "layers", "=3")
         ),
         ({"drafter": "ngram:size=2,size=3"}, "ngram:size is given twice. Leave one out"),
         ({"drafter": "none:size=2"}, "none has no settings, found 'size=2'. Leave them out"),

@@ -43,10 +43,10 @@ def text_of(pages: list[Path]) -> str:
 def commands_of(page: str) -> list[str]:
     """Lines that call selfspec, with continued lines joined and prefixes removed."""
     lines = [line.strip() for line in page.replace("\\\n", " ").splitlines()]
-    found = (
+    matches = (
         re.match(r"(?:[A-Z_]+=\S+ |accelerate \S.*? -m )*(selfspec .*)", line) for line in lines
     )
-    return [match[1] for match in found if match]
+    return [match[1] for match in matches if match]
 
 
 RUN = dict.fromkeys(
@@ -82,15 +82,15 @@ def read_once() -> Iterator[None]:
 
 def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Output of a command, run in this process: a new one takes five seconds to start."""
-    said, _, command = command.rpartition(" | ")
-    echoed, words = (shlex.split(part, comments=True) for part in (said, command))
-    assert ["selfspec", *(["echo"] if said else [])] == [words[0], *echoed[:1]]
+    echo, _, command = command.rpartition(" | ")
+    echoed, words = (shlex.split(part, comments=True) for part in (echo, command))
+    assert ["selfspec", *(["echo"] if echo else [])] == [words[0], *echoed[:1]]
     with pytest.MonkeyPatch.context() as patch:
-        piped = " ".join(echoed[1:]) + "\n"
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped.encode())))
-        code, found = main(words[1:]), capsys.readouterr()
-    assert code == 0, found.err
-    return found.out
+        text = " ".join(echoed[1:]) + "\n"
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        code, output = main(words[1:]), capsys.readouterr()
+    assert code == 0, output.err
+    return output.out
 
 
 def test_the_pages_have_commands_and_programs() -> None:
@@ -114,16 +114,16 @@ def test_pinned_commands_print_the_same_text(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_program_runs(program: str, default: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = selfspec.load
-    monkeypatch.setattr(selfspec, "load", lambda *a, **k: plain(*a, **k) if a or k else default)
+    load = selfspec.load
+    monkeypatch.setattr(selfspec, "load", lambda *a, **k: load(*a, **k) if a or k else default)
     exec(compile(program, "page", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("command", READ)
 def test_a_command_that_is_not_run_can_be_parsed(command: str) -> None:
     words = ordered(shlex.split(command, comments=True)[1:])
-    found: Any = typer.main.get_command(app())
-    context = found.make_context("selfspec", [*words])
-    while hasattr(found, "commands"):
-        name, found, words = found.resolve_command(context, words)
-    found.make_context(name, words)
+    parser: Any = typer.main.get_command(app())
+    context = parser.make_context("selfspec", [*words])
+    while hasattr(parser, "commands"):
+        name, parser, words = parser.resolve_command(context, words)
+    parser.make_context(name, words)

@@ -27,10 +27,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_MKDOCS_2_WARNING", "1")
-        made = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder))
-        assert made.strict
-        made.plugins.on_startup(command="build", dirty=False)
-        build(made)
+        config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder))
+        assert config.strict
+        config.plugins.on_startup(command="build", dirty=False)
+        build(config)
     return folder
 
 
@@ -38,8 +38,8 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 25
     for page in pages:
-        shown = page.read_text(encoding="utf-8")
-        assert not re.search(r'<(?!a )\w+[^>]*(?:src|href)="(?:https?:)?//', shown), page
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r'<(?!a )\w+[^>]*(?:src|href)="(?:https?:)?//', text), page
     for style in site.rglob("*.css"):
         assert not re.search(r"url\([\"']?(?:https?:)?//", style.read_text(encoding="utf-8")), style
 
@@ -60,15 +60,15 @@ def test_reference_pages_cover_the_code(site: Path) -> None:
 
 def test_the_gallery_has_the_pages_and_pictures_of_its_commands(site: Path) -> None:
     """`python -m eval.pictures gallery NAME` makes them in advance: a build needs no model."""
-    asked = {Path(words[2]).stem: words for words in pictures.commands()}
-    pages = {name for name, words in asked.items() if words[1] == "--html"}
+    commands = {Path(words[2]).stem: words for words in pictures.commands()}
+    pages = {name for name, words in commands.items() if words[1] == "--html"}
     assert {path.stem for path in (site / "gallery").glob("*.html")} == pages
     assert len(pages) >= 5
     for name in pages:
-        shown = (site / "gallery" / f"{name}.html").read_text(encoding="utf-8")
-        assert "<script" in shown
-        assert json.dumps(asked[name][-1])[1:-1] in shown  # its trace is of this prompt
-    assert {path.stem for path in pictures.PICTURES.glob("*.png")} == asked.keys()
+        text = (site / "gallery" / f"{name}.html").read_text(encoding="utf-8")
+        assert "<script" in text
+        assert json.dumps(commands[name][-1])[1:-1] in text  # its trace is of this prompt
+    assert {path.stem for path in pictures.PICTURES.glob("*.png")} == commands.keys()
 
 
 def test_the_light_and_the_dark_picture_have_equal_words() -> None:

@@ -57,27 +57,27 @@ def followed() -> Iterator[list[tuple[Step | None, Step]]]:
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or (step := step_of(frame.f_code)) is None:
             return
-        above = frame.f_back
-        while above is not None and step_of(above.f_code) is None:
-            above = above.f_back
-        calls.append((None if above is None else step_of(above.f_code), step))
+        caller = frame.f_back
+        while caller is not None and step_of(caller.f_code) is None:
+            caller = caller.f_back
+        calls.append((None if caller is None else step_of(caller.f_code), step))
 
-    before = sys.getprofile()
+    profile = sys.getprofile()
     threading.setprofile(note)
     sys.setprofile(note)
     try:
         yield calls
     finally:
-        sys.setprofile(before)
-        threading.setprofile(before)
+        sys.setprofile(profile)
+        threading.setprofile(profile)
 
 
 @pytest.fixture(scope="module")
 def speculator() -> Speculator:
     drafter = "exit:layers=2/4,threshold=0.05"
-    made = selfspec.wrap(make_model("llama"), heads="logit-lens", drafter=drafter)
-    made.generate(random_ids(5), max_new_tokens=6)  # runs probes and packs weights
-    return made
+    instance = selfspec.wrap(make_model("llama"), heads="logit-lens", drafter=drafter)
+    instance.generate(random_ids(5), max_new_tokens=6)  # runs probes and packs weights
+    return instance
 
 
 def token(speculator: Speculator, _: Path) -> None:
@@ -103,7 +103,7 @@ def fit(_: Speculator, folder: Path) -> None:
     model = make_model("llama")
     model.save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
-    talks = [{"input_ids": list(one.ids), "answer_start": 5} for one in make_talks(model)]
+    talks = [{"input_ids": list(talk.ids), "answer_start": 5} for talk in make_talks(model)]
     (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     flags = "--exit-layers 2 --head-type translator --draft-vocab-size 20 --epochs 1"
     words = f"fit --model {folder}/model --data {folder}/talks.jsonl --output {folder}/heads"
@@ -125,9 +125,9 @@ def test_the_steps_are_taken_in_this_order(
     assert 5 <= len(WAYS[name]) <= 15
     with followed() as calls:
         go(speculator, tmp_path)
-    taken = iter([step for _, step in calls])
+    steps = iter([step for _, step in calls])
     for file, function in WAYS[name]:
-        assert (file, function.split(".")[-1]) in taken, f"{file} {function} does not follow"
+        assert (file, function.split(".")[-1]) in steps, f"{file} {function} does not follow"
 
 
 def test_no_call_goes_to_a_higher_floor(speculator: Speculator) -> None:

@@ -51,17 +51,17 @@ def trace_of(
 ) -> LayerTrace:
     """A trace of tokens with these texts; the guesses of layers are random."""
     dice, places = random.Random(0), list[Place]()
-    for index, (came, _) in enumerate(provenance((), rounds, 4)):
-        top, probs = _guesses(dice, came["token"])
+    for index, (origin, _) in enumerate(provenance((), rounds, 4)):
+        top, probs = _guesses(dice, origin["token"])
         places.append(
             Place(
                 index=index,
                 text=texts[index],
-                **came,
+                **origin,
                 final_top_tokens=top,
                 final_top_texts=tuple(map(text_of, top)),
                 final_top_probs=probs,
-                layers=tuple(_says(dice, layer, came["token"]) for layer in info.exit_layers),
+                layers=tuple(_says(dice, layer, origin["token"]) for layer in info.exit_layers),
             )
         )
     drafts = tuple(draft_texts)
@@ -95,7 +95,7 @@ def _says(dice: random.Random, layer: int, token: int) -> LayerSays:
 def entry(count: int, layers: Sequence[int] = (), accepted: int = 0, **values: Any) -> Round:
     """A round that commits `count` tokens; its drafts exited at `layers`."""
     drafts = len(layers)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "sources": ["exit"] * drafts,
         "kept": [*range(accepted)],
         "ended": "width",
@@ -105,7 +105,7 @@ def entry(count: int, layers: Sequence[int] = (), accepted: int = 0, **values: A
         tokens=[TOKEN] * count,
         draft_tokens=[TOKEN] * accepted + [TOKEN + 1] * (drafts - accepted),
         exit_layers=list(layers),
-        **found | values,
+        **fields | values,
     )
 
 
@@ -138,19 +138,19 @@ def drawn_trace(
     """`count` tokens with awkward texts, after random chains and trees of drafts."""
     dice, rounds = random.Random(3), [entry(1, prefill=True, ended="off")]
     shapes = [(None, [0, 1]), (None, [0]), (None, []), ([-1, -1, 1], [1, 2]), ([-1, 0, 0], [0])]
-    left = count - 1
-    while left:
-        parents, kept = dice.choice(shapes) if left > 2 else (None, [])
+    rest = count - 1
+    while rest:
+        parents, kept = dice.choice(shapes) if rest > 2 else (None, [])
         drafts = [dice.randrange(100) for _ in range(3)]
-        made = entry(len(kept) + 1, dice.choices(heads, k=3), parents=parents, kept=kept)
+        template = entry(len(kept) + 1, dice.choices(heads, k=3), parents=parents, kept=kept)
         tokens = [*(drafts[index] for index in kept), dice.randrange(100)]
-        rounds.append(replace(made, tokens=tokens, draft_tokens=drafts))
-        left -= len(tokens)
+        rounds.append(replace(template, tokens=tokens, draft_tokens=drafts))
+        rest -= len(tokens)
     info = replace(
         INFO,
         num_layers=num_layers,
         exit_layers=tuple(layers),
-        head_kinds=tuple("translator" if one in heads else "logit-lens" for one in layers),
+        head_kinds=tuple("translator" if layer in heads else "logit-lens" for layer in layers),
         thresholds=(0.2,) * len(layers),
         options=SpeculationOptions(
             exit=Exit(layers=tuple(heads), threshold=(0.2, 0.3, 0.4)),
@@ -159,8 +159,8 @@ def drawn_trace(
         prompt_texts=tuple(f"p{number} " for number in range(5)),
     )
     texts = [text_of(token) for one in rounds for token in one.tokens]
-    found = trace_of(rounds, texts, [tuple(map(text_of, one.draft_tokens)) for one in rounds], info)
-    place, *places = found.places
+    trace = trace_of(rounds, texts, [tuple(map(text_of, one.draft_tokens)) for one in rounds], info)
+    place, *places = trace.places
     # the page can show infinity, which JSON lacks
     far = tuple(replace(says, divergence=float("inf")) for says in place.layers[:1])
-    return replace(found, places=(replace(place, layers=far + place.layers[1:]), *places))
+    return replace(trace, places=(replace(place, layers=far + place.layers[1:]), *places))
