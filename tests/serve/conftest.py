@@ -22,8 +22,8 @@ DRAFTS: dict[str, Any] = {"heads": "logit-lens", "drafter": "exit:layers=2/5,thr
 
 @pytest.fixture(scope="session")
 def server(default: Speculator) -> Iterator[Running]:
-    with running(default) as found:
-        yield found
+    with running(default) as instance:
+        yield instance
 
 
 @pytest.fixture
@@ -42,16 +42,16 @@ def tiny() -> Speculator:
 @pytest.fixture(scope="session")
 def folder(tiny: Speculator, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model in a folder of the same name, for other processes to load."""
-    found = tmp_path_factory.mktemp("served") / tiny.label
+    path = tmp_path_factory.mktemp("served") / tiny.label
     assert tiny.tokenizer is not None
-    make_model("llama", **SIZES).save_pretrained(found)  # saving changes the model's config
-    tiny.tokenizer.save_pretrained(found)
-    return found
+    make_model("llama", **SIZES).save_pretrained(path)  # saving changes the model's config
+    tiny.tokenizer.save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="session")
 def small(tiny: Speculator) -> Iterator[Running]:
     """A server with the tiny model, after an answer: files that stay open are open already."""
-    with running(tiny) as found:
-        answers(found)
-        yield found
+    with running(tiny) as instance:
+        answers(instance)
+        yield instance

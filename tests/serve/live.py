@@ -54,21 +54,21 @@ class Running(NamedTuple):
 
 @contextmanager
 def running(speculator: Speculator, keys: tuple[str, ...] = (), **given: Any) -> Iterator[Running]:
-    asked = ServeOptions(port=0, **given)
-    writer, address, ready = Writer(speculator, asked), list[str](), threading.Event()
+    options = ServeOptions(port=0, **given)
+    writer, addresses, ready = Writer(speculator, options), list[str](), threading.Event()
     app = make_app(writer, Keys(keys))
 
-    def listens(at: str) -> None:
-        address.append(at)
+    def listens(url: str) -> None:
+        addresses.append(url)
         ready.set()
 
-    with bound(asked) as at:
-        server = Server(app, asked, listens)
-        thread = threading.Thread(target=lambda: server.run(sockets=[at]))
+    with bound(options) as sock:
+        server = Server(app, options, listens)
+        thread = threading.Thread(target=lambda: server.run(sockets=[sock]))
         thread.start()
         try:
             assert ready.wait(20)
-            yield Running(address[0], speculator, writer)
+            yield Running(addresses[0], speculator, writer)
         finally:
             server.should_exit = True
             thread.join(20)
@@ -86,39 +86,39 @@ def streaming(server: Running, body: Any = LONG) -> Iterator[Iterator[str]]:
 
 
 def wait_until(done: Callable[[], bool], seconds: float = 300) -> None:
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not done():
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 def connected(server: Running, read_bytes: int | None = None) -> socket.socket:
     """A connected socket. `read_bytes` is the size of its receive buffer."""
-    found = socket.socket()
+    sock = socket.socket()
     if read_bytes is not None:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, read_bytes)
-    at = urlsplit(server.address)
-    found.settimeout(60)
-    found.connect((at.hostname, at.port))
-    return found
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, read_bytes)
+    parts = urlsplit(server.address)
+    sock.settimeout(60)
+    sock.connect((parts.hostname, parts.port))
+    return sock
 
 
 def request(body: Any, path: str = CHAT, *headers: str) -> bytes:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    sent = ["Host: localhost", "Content-Type: application/json", *headers]
-    lines = [f"POST {path} HTTP/1.1", f"Content-Length: {len(content)}", *sent]
+    fields = ["Host: localhost", "Content-Type: application/json", *headers]
+    lines = [f"POST {path} HTTP/1.1", f"Content-Length: {len(content)}", *fields]
     return "\r\n".join([*lines, "", ""]).encode() + content
 
 
 def all_of(one: socket.socket) -> bytes:
     """All bytes until the other end closes."""
-    found = bytearray()
+    answer = bytearray()
     try:
         while part := one.recv(65536):
-            found += part
+            answer += part
     except ConnectionError:
         pass
-    return bytes(found)
+    return bytes(answer)
 
 
 def statuses(answer: bytes) -> list[int]:
@@ -126,11 +126,11 @@ def statuses(answer: bytes) -> list[int]:
 
 
 def answers(server: Running) -> None:
-    with closing(connected(server)) as one:
-        one.sendall(request(GOOD, CHAT, "Connection: close"))
-        found = all_of(one)
-    assert statuses(found) == [200]
-    assert b'"finish_reason":"length"' in found or b'"finish_reason":"stop"' in found
+    with closing(connected(server)) as client:
+        client.sendall(request(GOOD, CHAT, "Connection: close"))
+        answer = all_of(client)
+    assert statuses(answer) == [200]
+    assert b'"finish_reason":"length"' in answer or b'"finish_reason":"stop"' in answer
 
 
 class Level:
@@ -163,10 +163,10 @@ class Level:
 
     def _counts(self) -> tuple[int, int]:
         """Counts of open files and sockets, and of threads outside pools, which keep a few."""
-        others = ("asyncio_", "uvloop_", "AnyIO", "selfspec-reader")
-        running = [one for one in threading.enumerate() if not one.name.startswith(others)]
+        pools = ("asyncio_", "uvloop_", "AnyIO", "selfspec-reader")
+        threads = [thread for thread in threading.enumerate() if not thread.name.startswith(pools)]
         pipes = 2 * len(chat_template._idle)  # idle renderers that are kept, at most two
-        return psutil.Process().num_fds() - pipes, len(running)
+        return psutil.Process().num_fds() - pipes, len(threads)
 
     def _memory(self) -> int:
         """Resident memory without the prefix cache, which has a budget of its own."""

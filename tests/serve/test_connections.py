@@ -29,9 +29,9 @@ ENDED = "ended"
 
 @pytest.fixture(scope="module")
 def hasty(tiny: Speculator) -> Iterator[Running]:
-    with live.running(tiny, client_timeout=WAIT_S) as found:
-        answers(found)
-        yield found
+    with live.running(tiny, client_timeout=WAIT_S) as instance:
+        answers(instance)
+        yield instance
 
 
 @pytest.fixture
@@ -42,10 +42,10 @@ def level(hasty: Running) -> Level:
 def test_five_hundred_silent_clients_block_nobody(small: Running) -> None:
     level = Level(small)
     with ExitStack() as stack:
-        many = [stack.enter_context(closing(connected(small))) for _ in range(500)]
+        clients = [stack.enter_context(closing(connected(small))) for _ in range(500)]
         answers(small)
-        many[250].sendall(request(GOOD))
-        assert many[250].recv(12) == b"HTTP/1.1 200"
+        clients[250].sendall(request(GOOD))
+        assert clients[250].recv(12) == b"HTTP/1.1 200"
     level.returns()
 
 
@@ -67,24 +67,24 @@ HEAD = request(GOOD).partition(b"{")[0]
 def test_clients_that_send_too_slowly_or_too_much_are_cut_off(
     hasty: Running, level: Level, at_once: bytes, slowly: bytes, found: list[int]
 ) -> None:
-    with closing(connected(hasty)) as one:
+    with closing(connected(hasty)) as client:
         with suppress(ConnectionError):
-            one.sendall(at_once)
+            client.sendall(at_once)
             for byte in slowly:
-                one.sendall(bytes([byte]))
+                client.sendall(bytes([byte]))
                 time.sleep(WAIT_S / 50)
         answers(hasty)
-        assert live.statuses(live.all_of(one)) == found
+        assert live.statuses(live.all_of(client)) == found
     level.returns()
 
 
 def test_a_client_that_does_not_read_is_cut_off(hasty: Running, level: Level) -> None:
-    with closing(connected(hasty, read_bytes=4096)) as one:
-        one.sendall(request({**live.LONG, "n": 16}))
-        assert one.recv(12) == b"HTTP/1.1 200"
+    with closing(connected(hasty, read_bytes=4096)) as client:
+        client.sendall(request({**live.LONG, "n": 16}))
+        assert client.recv(12) == b"HTTP/1.1 200"
         answers(hasty)
         level.returns(own_files=1)  # this client is still connected
-        assert b"data: [DONE]" not in live.all_of(one)
+        assert b"data: [DONE]" not in live.all_of(client)
 
 
 def test_the_backlog_of_a_slow_reader_is_bounded(
@@ -92,13 +92,13 @@ def test_the_backlog_of_a_slow_reader_is_bounded(
 ) -> None:
     monkeypatch.setattr(app, "_MOST_WAITING", 4)
     level = Level(small)
-    with closing(connected(small, read_bytes=4096)) as one:
-        one.sendall(request({**live.LONG, "n": 16}, CHAT, "Connection: close"))
-        assert one.recv(12) == b"HTTP/1.1 200"
+    with closing(connected(small, read_bytes=4096)) as client:
+        client.sendall(request({**live.LONG, "n": 16}, CHAT, "Connection: close"))
+        assert client.recv(12) == b"HTTP/1.1 200"
         wait_until(small.idle)
         answers(small)
-        said = live.all_of(one)
-    *_, last = [line for line in said.splitlines() if line.startswith(b"data: ")]
+        answer = live.all_of(client)
+    *_, last = [line for line in answer.splitlines() if line.startswith(b"data: ")]
     assert b"more slowly than its answer is written" in last
     level.returns()
 
@@ -106,8 +106,8 @@ def test_the_backlog_of_a_slow_reader_is_bounded(
 def test_clients_gone_before_the_first_token_are_cancelled(tiny: Speculator) -> None:
     with live.running(tiny, concurrency=1) as small, live.streaming(small) as lines:
         for stream in (True, False):
-            with closing(connected(small)) as one:
-                one.sendall(request({**live.LONG, "stream": stream}))
+            with closing(connected(small)) as client:
+                client.sendall(request({**live.LONG, "stream": stream}))
                 wait_until(lambda: small.writer.open == 2)
             while small.writer.open > 1:  # it is dropped before its turn
                 next(lines)
@@ -116,15 +116,15 @@ def test_clients_gone_before_the_first_token_are_cancelled(tiny: Speculator) -> 
 @pytest.mark.parametrize("how", ["close", "reset", "half"])
 def test_leaving_in_mid_stream_leaks_nothing(hasty: Running, level: Level, how: str) -> None:
     for _ in range(8):
-        one = connected(hasty)
-        one.sendall(request(live.LONG))
-        assert one.recv(12) == b"HTTP/1.1 200"
+        client = connected(hasty)
+        client.sendall(request(live.LONG))
+        assert client.recv(12) == b"HTTP/1.1 200"
         if how == "half":
-            one.shutdown(socket.SHUT_WR)
-            live.all_of(one)
+            client.shutdown(socket.SHUT_WR)
+            live.all_of(client)
         elif how == "reset":
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        one.close()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.close()
     answers(hasty)
     level.returns()
 
@@ -141,8 +141,8 @@ def test_a_failing_round_gives_status_500(
             assert answer.status_code == 500
             assert answer.json()["error"]["type"] == "server_error"
             wait_until(broken.idle)
-            said = f'request_refused_total{{status="500"}} {count}.0'
-            assert said.encode() in broken.writer.metrics.text()
+            sample = f'request_refused_total{{status="500"}} {count}.0'
+            assert sample.encode() in broken.writer.metrics.text()
             answers(broken)
 
 
@@ -152,26 +152,26 @@ class Panic(BaseException):
 
 @pytest.fixture(scope="module")
 def writer(tiny: Speculator) -> Iterator[Writer]:
-    found = Writer(tiny, ServeOptions())
-    yield found
-    found.stop()
+    instance = Writer(tiny, ServeOptions())
+    yield instance
+    instance.stop()
 
 
 def submitted(
     writer: Writer, prompt: list[int], listener: Any = None, size: int = 0, **options: Any
 ) -> tuple[Job, queue.Queue[Any]]:
     """Submit a job of one text; the job, and a queue of its pieces with ENDED after the last."""
-    heard: queue.Queue[Any] = queue.Queue()
+    pieces: queue.Queue[Any] = queue.Queue()
 
     def wrote(piece: Piece) -> None:
-        heard.put(piece)
+        pieces.put(piece)
         if piece.finish is not None or piece.error is not None:
-            heard.put(ENDED)
+            pieces.put(ENDED)
 
-    asked: Any = {"max_new_tokens": 12, "max_time": 60.0, **options}
-    job = Job([Choice(prompt=prompt, options=asked)], listener or wrote, size=size)
+    keywords: Any = {"max_new_tokens": 12, "max_time": 60.0, **options}
+    job = Job([Choice(prompt=prompt, options=keywords)], listener or wrote, size=size)
     writer.submit(job)
-    return job, heard
+    return job, pieces
 
 
 def text(heard: queue.Queue[Any]) -> str:
@@ -183,44 +183,44 @@ def text(heard: queue.Queue[Any]) -> str:
 def test_tokenizing_a_long_prompt_blocks_nobody(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, goes_on, begun = writer._ids, threading.Event(), list[str]()
+    original, goes_on, calls = writer._ids, threading.Event(), list[str]()
     slow, long = [5, 6, 7], 1_000_000
 
-    def ids(one: Choice) -> Any:
-        if one.prompt == slow:
-            begun.append("slow")
+    def ids(choice: Choice) -> Any:
+        if choice.prompt == slow:
+            calls.append("slow")
             assert goes_on.wait(60)
-        return own(one)
+        return original(choice)
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "_ids", ids)
-        _, heard = submitted(writer, slow, size=long)
+        _, first = submitted(writer, slow, size=long)
         gone, silent = submitted(writer, slow, size=long)
-        more = [submitted(writer, slow, size=long)[1] for _ in range(4)]
+        rest = [submitted(writer, slow, size=long)[1] for _ in range(4)]
         text(submitted(writer, [1, 2, 3])[1])
-        assert begun == ["slow"]  # one at a time: long prompts take much memory
+        assert calls == ["slow"]  # one at a time: long prompts take much memory
         assert b"request_cancelled_total 0.0" in writer.metrics.text()
         writer.cancel(gone)
         wait_until(lambda: writer.open == 5)
         assert b"request_cancelled_total 1.0" in writer.metrics.text()
         goes_on.set()
-        for one in (heard, *more):
-            text(one)
+        for pieces in (first, *rest):
+            text(pieces)
     wait_until(lambda: writer.open == 0)
     assert silent.empty()
 
 
 def test_stops_are_read_on_a_reader_thread(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, own = list[str](), StopStringCriteria.clean_tokenizer_vocab
+    names, original = list[str](), StopStringCriteria.clean_tokenizer_vocab
 
-    def clean(*args: Any, **more: Any) -> Any:
-        seen.append(threading.current_thread().name.partition("_")[0])
-        return own(*args, **more)
+    def clean(*args: Any, **keywords: Any) -> Any:
+        names.append(threading.current_thread().name.partition("_")[0])
+        return original(*args, **keywords)
 
     monkeypatch.setattr(StopStringCriteria, "clean_tokenizer_vocab", staticmethod(clean))
     for _ in range(2):
         text(submitted(writer, [1, 2, 3], stop_strings=["never there"])[1])
-    assert seen == ["selfspec-reader"]
+    assert names == ["selfspec-reader"]
 
 
 @pytest.mark.parametrize("kind", [MemoryError, Panic])
@@ -230,31 +230,31 @@ def test_an_error_of_one_text_ends_only_that_text(
 ) -> None:
     fail: Any = Mock(side_effect=kind)
     expected = text(submitted(writer, [1, 2, 3])[1])
-    _, beside = submitted(writer, [1, 2, 3])
-    more: dict[str, Any] = {}
+    _, other = submitted(writer, [1, 2, 3])
+    extra: dict[str, Any] = {}
     if stage == "step":
-        more = {"logits_processor": [lambda ids, scores: scores if ids.shape[1] < 12 else fail()]}
+        extra = {"logits_processor": [lambda ids, scores: scores if ids.shape[1] < 12 else fail()]}
     if stage == "stop":
-        more = {"stopping_criteria": [lambda ids, _: ids.shape[1] > 12 and fail()]}
+        extra = {"stopping_criteria": [lambda ids, _: ids.shape[1] > 12 and fail()]}
     prompt = [5, 6, 7, 8, 9]
     with monkeypatch.context() as patch:
         if name := {"encode": "_ids", "call": "_call"}.get(stage):
-            own = getattr(writer, name)
-            patch.setattr(writer, name, lambda *a: fail() if a[-1].prompt == prompt else own(*a))
+            method = getattr(writer, name)
+            patch.setattr(writer, name, lambda *a: fail() if a[-1].prompt == prompt else method(*a))
         if stage == "piece":
             piece = Answer.piece
 
-            def broken(one: Answer) -> Piece:
-                asked = one.running.state.committed(0)[: len(prompt)]
-                return fail() if asked == prompt else piece(one)
+            def broken(answer: Answer) -> Piece:
+                tokens = answer.running.state.committed(0)[: len(prompt)]
+                return fail() if tokens == prompt else piece(answer)
 
             patch.setattr(Answer, "piece", broken)
-        job, heard = submitted(writer, prompt, fail if stage == "wrote" else None, **more)
+        job, feed = submitted(writer, prompt, fail if stage == "wrote" else None, **extra)
         if stage != "wrote":
-            pieces = iter(lambda: heard.get(timeout=30), ENDED)
+            pieces = iter(lambda: feed.get(timeout=30), ENDED)
             assert any(type(piece.error) is kind for piece in pieces)
         wait_until(lambda: job.left == 0)
-        assert text(beside) == expected
+        assert text(other) == expected
     assert writer.alive
     wait_until(lambda: writer.open == 0)
     assert text(submitted(writer, [1, 2, 3])[1]) == expected

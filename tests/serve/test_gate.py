@@ -45,8 +45,8 @@ def log(
 
 
 def preflight(server: Running, origin: str = PAGE) -> httpx.Response:
-    wanted = {"Method": "POST", "Headers": "authorization,content-type"}
-    headers = {f"Access-Control-Request-{name}": value for name, value in wanted.items()}
+    fields = {"Method": "POST", "Headers": "authorization,content-type"}
+    headers = {f"Access-Control-Request-{name}": value for name, value in fields.items()}
     headers["Origin"] = origin
     return httpx.options(f"{server.address}/v1/chat/completions", headers=headers)
 
@@ -91,10 +91,10 @@ def test_requests_and_texts_are_logged_on_request(
     lines = [line for line in log.text.splitlines() if line.startswith("selfspec.serve.gate")]
     assert len(lines) == 10
     pattern = r"POST /v1/chat/completions 200, \d+ \+ 8 tokens in \d+\.\d{3} s for 127\.0\.0\.1$"
-    for line, asked, answered in (lines[:3], lines[3:6]):
+    for line, question, answer in (lines[:3], lines[3:6]):
         assert re.search(pattern, line)
-        assert SECRET in asked
-        assert json.loads(answered.partition("answered ")[2]) == [text]
+        assert SECRET in question
+        assert json.loads(answer.partition("answered ")[2]) == [text]
     assert r"GET /nowhere\n\x1b[31m 404, no tokens" in lines[6]
     assert re.search(r" 200, \d+ \+ [1-9]\d* tokens in", lines[7])
 
@@ -117,14 +117,14 @@ def test_an_answer_cut_by_shutdown_is_logged_on_one_line(log: pytest.LogCaptureF
         sent: list[Any] = []
         asyncio.run(_Around(app, ServeOptions(), lambda _: None)(scope, nobody, send))
         start, end = sent
-        said = json.loads(end["body"].decode().removeprefix("data: "))
+        body = json.loads(end["body"].decode().removeprefix("data: "))
         assert start["status"] == status
-        assert said["error"]["message"].startswith("the server stops")
-    ours = {line for line in log.text.splitlines() if line.startswith("selfspec")}
-    assert ours == {"selfspec.serve.gate an answer was cut: the server stops, or its client left"}
-    hasty = Server(nobody, ServeOptions(graceful_seconds=0.5, client_timeout=9.5), nobody)
-    assert hasty.config.timeout_graceful_shutdown == 1  # rounded up
-    assert hasty.config.timeout_keep_alive == 9.5  # equals client_timeout
+        assert body["error"]["message"].startswith("the server stops")
+    lines = {line for line in log.text.splitlines() if line.startswith("selfspec")}
+    assert lines == {"selfspec.serve.gate an answer was cut: the server stops, or its client left"}
+    server = Server(nobody, ServeOptions(graceful_seconds=0.5, client_timeout=9.5), nobody)
+    assert server.config.timeout_graceful_shutdown == 1  # rounded up
+    assert server.config.timeout_keep_alive == 9.5  # equals client_timeout
 
 
 HOSTILE: list[Any] = [
@@ -154,8 +154,8 @@ def test_no_text_is_logged_by_default_at_any_level(
         answers = [server.post(body) for body in HOSTILE]
         assert {answer.status_code for answer in answers} == {200, 400, 404}
         assert "an answer failed" not in log.text  # a client's mistake is no server fault
-        said = answers[1].json()["choices"][0]["message"]["content"]
-        assert len(said) > 20
+        text = answers[1].json()["choices"][0]["message"]["content"]
+        assert len(text) > 20
         server.post(f'{{"{SECRET}'.encode())
 
         def fails(*_: Any, **__: Any) -> Any:
@@ -173,16 +173,16 @@ def test_no_text_is_logged_by_default_at_any_level(
             patch.setattr("selfspec.serve.app.Reply._told", fails)  # in mid-stream
             with pytest.raises(httpx.RemoteProtocolError):
                 server.post({**ASK, "stream": True})
-        wished = {"Connection": "Upgrade", "Upgrade": "websocket"}
-        assert server.post(ASK, **wished).status_code == 200
+        headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
+        assert server.post(ASK, **headers).status_code == 200
         assert server.writer.open == 0
-    everything = log.text + "".join(capfd.readouterr())
-    assert SECRET not in everything
-    assert "WebSocket" not in everything
-    assert said[:20] not in everything
-    assert everything.count("ValueError") >= 4  # the log has the error and its place:
+    output = log.text + "".join(capfd.readouterr())
+    assert SECRET not in output
+    assert "WebSocket" not in output
+    assert text[:20] not in output
+    assert output.count("ValueError") >= 4  # the log has the error and its place:
     for place in ("writer.py", "app.py", "in fails"):
-        assert place in everything
+        assert place in output
 
 
 def test_cross_site_requests_are_refused(server: Running) -> None:
@@ -195,10 +195,10 @@ def test_cross_site_requests_are_refused(server: Running) -> None:
     assert answer.status_code == 200
     port = server.address.rpartition(":")[2]
     evil = ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "[", "localhost@x")
-    here = ("localhost", f"LOCALHOST:{port}", f"127.0.0.1:{port}", f"[::1]:{port}", "127.8.0.1")
-    for host in (*evil, *here):
+    local = ("localhost", f"LOCALHOST:{port}", f"127.0.0.1:{port}", f"[::1]:{port}", "127.8.0.1")
+    for host in (*evil, *local):
         answer = httpx.get(f"{server.address}/", headers={"Host": host})
-        assert answer.status_code == (200 if host in here else 403)
+        assert answer.status_code == (200 if host in local else 403)
 
 
 COUNT = "Count: one, two, three, one, two, three. Again, ten times."
@@ -248,10 +248,10 @@ def test_counters_are_the_sums_of_usage(small: Running) -> None:
         for choice in answer["choices"]:
             expected["request_success_total", choice["finish_reason"]] += 1
     assert expected["spec_decode_num_accepted_tokens_total",] > 0
-    found = metrics_since(small, before)
-    assert {name: found.get(name, 0) for name in expected} == expected
+    growth = metrics_since(small, before)
+    assert {name: growth.get(name, 0) for name in expected} == expected
     rounds = sum(answer["usage"]["speculation"]["rounds"] for answer in answers)
-    assert 0 < found["spec_decode_num_drafts_total",] <= rounds
+    assert 0 < growth["spec_decode_num_drafts_total",] <= rounds
 
 
 def test_times_are_recorded_once_and_a_repeated_prompt_is_a_hit(small: Running) -> None:
@@ -267,8 +267,8 @@ def test_times_are_recorded_once_and_a_repeated_prompt_is_a_hit(small: Running) 
         "prefix_cache_queries_total": usage["prompt_tokens"],
         "prefix_cache_hits_total": cached,
     }
-    found = metrics_since(small, before)
-    assert {name: found[name,] for name in expected} == expected
+    growth = metrics_since(small, before)
+    assert {name: growth[name,] for name in expected} == expected
 
 
 def test_gauges_rise_and_return_to_zero(tiny: Speculator) -> None:
@@ -292,8 +292,8 @@ def test_gauges_rise_and_return_to_zero(tiny: Speculator) -> None:
 def test_an_unavailable_address_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = str(sock.getsockname()[1])
         assert main(["serve", "--model", "nowhere", "--port", port]) == 2
     assert re.search(f"port {port}: .* Give another --port", capsys.readouterr().err)
     monkeypatch.setenv(VARIABLE, "key")
@@ -309,8 +309,8 @@ def test_serve_prints_its_address_and_stops_with_code_0(folder: Path) -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
-            said = next(line for line in process.stderr if " at http" in line)
-            host, port = said.split(" at http://")[1].split("/v1")[0].split(":")
+            banner = next(line for line in process.stderr if " at http" in line)
+            host, port = banner.split(" at http://")[1].split("/v1")[0].split(":")
             body = b'{"prompt": "One, two", "max_tokens": 9, "stream": true}'
             head = (
                 f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
@@ -339,10 +339,10 @@ DOCKERFILE = (GUIDE.parents[1] / "Dockerfile").read_text(encoding="utf-8")
 
 def test_the_guide_names_only_existing_flags() -> None:
     known = {flag.long_name for flag in SERVING} | {"--config", "--help-all"}
-    ours = re.sub(r"^docker (build|run).*?^```", "", TEXT, flags=re.DOTALL | re.MULTILINE)
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"<!--.*?-->", "", ours)))
-    assert named <= known
-    assert len(named) > 10
+    text = re.sub(r"^docker (build|run).*?^```", "", TEXT, flags=re.DOTALL | re.MULTILINE)
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"<!--.*?-->", "", text)))
+    assert flags <= known
+    assert len(flags) > 10
 
 
 def test_the_guide_has_the_names_and_statuses_that_clients_need() -> None:

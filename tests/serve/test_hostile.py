@@ -92,21 +92,21 @@ def bodies(draw: st.DrawFn, chat: bool) -> bytes:
         body[name] = draw(LIKELY[name])
     for name in draw(st.lists(st.sampled_from(OTHERS) | TEXTS, max_size=2)):
         body[name] = draw(VALUES)
-    how = draw(st.sampled_from(["as it is", "as it is", "deep", "twice", "cut", "long", "other"]))
-    event(how)
-    if how == "other":
+    fault = draw(st.sampled_from(["as it is", "as it is", "deep", "twice", "cut", "long", "other"]))
+    event(fault)
+    if fault == "other":
         body = draw(VALUES)
-    elif how == "deep":
+    elif fault == "deep":
         body["metadata"] = {}
-    elif how == "long":
+    elif fault == "long":
         body[draw(st.sampled_from(["stop", "messages", "prompt", "tools"]))] = ["a"] * 20_000
     text = json.dumps(body)
-    if how == "deep":
+    if fault == "deep":
         depth = draw(st.sampled_from([70, 5_000, 200_000]))
         text = text.replace('"metadata": {}', f'"metadata": {"[" * depth}{"]" * depth}')
-    elif how == "twice":
+    elif fault == "twice":
         text = text.replace("{", '{"n": 1, "messages": 3, "n": 2, ', 1)
-    elif how == "cut":
+    elif fault == "cut":
         place = draw(st.integers(0, len(text)))
         text = text[:place] + draw(st.sampled_from(["", "\0", "\ufeff", "\udcff", "]"]))
     return text.encode("utf-8", "surrogatepass")
@@ -115,26 +115,26 @@ def bodies(draw: st.DrawFn, chat: bool) -> bytes:
 @st.composite
 def streams(draw: st.DrawFn) -> bytes:
     """The bytes of one connection: successive requests, some of them malformed."""
-    found = b""
+    stream = b""
     for _ in range(draw(st.integers(1, 3))):
-        one = draw(st.sampled_from([request(GOOD), request(b""), b"GET /health HTTP/1.1\r\n\r\n"]))
-        head, _, rest = one.partition(b"\r\n")
+        raw = draw(st.sampled_from([request(GOOD), request(b""), b"GET /health HTTP/1.1\r\n\r\n"]))
+        head, _, rest = raw.partition(b"\r\n")
         line = st.sampled_from(
             [head, b"GET /%ff%00/../.. HTTP/1.1", b"PUT * HTTP/1.1", b"GET / HTTP/9.9", b"\x16\x03"]
         )
         header = st.sampled_from(
             [
-                *(b"Content-Length: %s" % said for said in (b"5", b"-1", b"9" * 20)),
+                *(b"Content-Length: %s" % size for size in (b"5", b"-1", b"9" * 20)),
                 *(b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip, chunked"),
                 *(b"Connection: upgrade\r\nUpgrade: websocket", b"Expect: 100-continue"),
                 *(b"Host: \xff\x00", b": nameless", LONG, b" folded"),
             ]
         )
         headers = draw(st.lists(header | st.binary(max_size=12), max_size=2))
-        found += b"\r\n".join([draw(line), *headers, rest])
-    place = draw(st.integers(0, len(found)))
+        stream += b"\r\n".join([draw(line), *headers, rest])
+    place = draw(st.integers(0, len(stream)))
     return draw(
-        st.sampled_from([found, found[:place], found[:place] + b"\0\xff\r\n" + found[place:]])
+        st.sampled_from([stream, stream[:place], stream[:place] + b"\0\xff\r\n" + stream[place:]])
         | st.binary(max_size=200)
     )
 
@@ -143,9 +143,9 @@ def streams(draw: st.DrawFn) -> bytes:
 def target(tiny: Speculator) -> Iterator[Running]:
     """A server with short time limits and a small limit on bodies."""
     limits: Any = {"timeout": 1.0, "client_timeout": 0.5, "max_body_mb": 0.5}
-    with live.running(tiny, max_tokens=4, **limits) as found:
-        answers(found)
-        yield found
+    with live.running(tiny, max_tokens=4, **limits) as instance:
+        answers(instance)
+        yield instance
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -161,9 +161,9 @@ def test_any_body_gets_an_answer(target: Running, path: str) -> None:
         if answer.status_code == 200:
             assert "error" not in answer.text[:10]
         else:
-            said = answer.json()["error"]["message"]
-            assert said
-            assert "\n" not in said
+            message = answer.json()["error"]["message"]
+            assert message
+            assert "\n" not in message
         answers(target)
         level.look()
 
@@ -177,17 +177,17 @@ def test_any_bytes_end_the_connection_and_others_are_served(target: Running) -> 
     @slowly
     @given(streams(), st.sampled_from(["half", "wait", "gone"]))
     def check(sent: bytes, then: str) -> None:
-        with closing(live.connected(target)) as one:
+        with closing(live.connected(target)) as client:
             try:
-                one.sendall(sent.replace(LONG, LONG * 10_000))
+                client.sendall(sent.replace(LONG, LONG * 10_000))
                 if then == "half":
-                    one.shutdown(socket.SHUT_WR)
+                    client.shutdown(socket.SHUT_WR)
             except OSError:  # not only ConnectionError: the socket may no longer be connected
                 event("cut off while it sends")
             if then != "gone":
-                found = live.all_of(one)
-                event(str(statuses(found)))
-                assert all(100 <= status < 500 for status in statuses(found))
+                answer = live.all_of(client)
+                event(str(statuses(answer)))
+                assert all(100 <= status < 500 for status in statuses(answer))
         answers(target)
         level.look()
 
@@ -212,11 +212,11 @@ def bodies_with(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def test_no_text_of_a_request_reaches_the_file_system(small: Running) -> None:
-    seen, watching = list[str](), threading.Event()
+    events, watching = list[str](), threading.Event()
 
     def watch(event: str, arguments: Any) -> None:
         if watching.is_set() and "xyzzy" in (line := f"{event} {arguments!r}"):
-            seen.append(line)
+            events.append(line)
 
     sys.addaudithook(watch)  # cannot be removed; it does nothing after this test
     watching.set()
@@ -224,11 +224,11 @@ def test_no_text_of_a_request_reaches_the_file_system(small: Running) -> None:
     for path in PATHS:
         statuses |= {small.post(body, route).status_code for route, body in bodies_with(path)}
         statuses.add(HTTP.get(f"{small.address}/v1/models/{quote(path)}").status_code)
-    found = [*seen]
+    findings = [*events]
     with pytest.raises(OSError, match="xyzzy"):
         Path("xyzzy").read_text()  # proves that the hook works
     watching.clear()
     assert {200, 400, 404} <= statuses
     assert max(statuses) < 500
-    assert found == []
-    assert seen[0].startswith("open ")
+    assert findings == []
+    assert events[0].startswith("open ")

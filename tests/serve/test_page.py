@@ -50,23 +50,23 @@ def ended(page: Page) -> None:
 def shown(page: Page, place: int = 0) -> list[tuple[str, str]]:
     """The source and the text of each span of one answer."""
     spans = page.locator(".answer").nth(place).locator(".text span.piece")
-    told = "nodes => nodes.map(node => [node.dataset.source, node.textContent])"
-    return [(source, text) for source, text in spans.evaluate_all(told)]
+    script = "nodes => nodes.map(node => [node.dataset.source, node.textContent])"
+    return [(source, text) for source, text in spans.evaluate_all(script)]
 
 
 def by_source(pieces: list[tuple[str, str]]) -> dict[str, str]:
     """The text of each source, without the boundaries of spans."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for source, text in pieces:
-        found[source] = found.get(source, "") + text
-    return {source: text for source, text in found.items() if text}
+        texts[source] = texts.get(source, "") + text
+    return {source: text for source, text in texts.items() if text}
 
 
 def explained(server: Running, speculation: Any, tokens: int = 24) -> dict[str, Any]:
     """The choice that the API gives for the same request, with explanations and usage."""
     body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
-    more = {"max_tokens": tokens, "speculation": {"explain": True, **speculation}}
-    answer = server.post({**body, **more}).json()
+    options = {"max_tokens": tokens, "speculation": {"explain": True, **speculation}}
+    answer = server.post({**body, **options}).json()
     return {**answer["choices"][0], "usage": answer["usage"]}
 
 
@@ -76,16 +76,16 @@ def test_an_answer_shows_the_figures_of_the_api(page: Page, server: Running) -> 
     ended(page)
     assert axe_findings(page) == []
     page.get_by_label("Markdown").uncheck()  # show the text itself
-    told = explained(server, {})
-    rounds = told["speculation"]["rounds"]
+    choice = explained(server, {})
+    rounds = choice["speculation"]["rounds"]
     tokens = [token for entry in rounds for token in entry["tokens"]]
     expected = by_source([(token["source"], token["text"]) for token in tokens])
     assert by_source(shown(page)) == expected
     assert len(expected) > 1
     for source, count in Counter(token["source"] for token in tokens).items():
         assert page.locator(f"[data-count={source}]").inner_text() == str(count)
-    found = told["usage"]["speculation"]
-    drafts = f"{found['num_accepted_tokens']} of {found['num_draft_tokens']}"
+    usage = choice["usage"]["speculation"]
+    drafts = f"{usage['num_accepted_tokens']} of {usage['num_draft_tokens']}"
     assert page.locator("[data-figure=drafts]").inner_text() == drafts
     steps = sum(entry["steps"] for entry in rounds)
     speed = float(page.locator("[data-figure=speed]").inner_text())
@@ -186,13 +186,13 @@ def stream(texts: list[str], end: str = "data: [DONE]\n\n", drafts: Any = ()) ->
 
     With `drafts`, each as (text, parent, accepted), one round has all texts as its tokens.
     """
-    lines, by = "", {"source": "grammar", "layer": None}
-    made = [{"text": t, **by, "parent": p, "accepted": kept} for t, p, kept in drafts]
-    for group in [texts] if made else [[text] for text in texts]:
-        text, tokens = "".join(group), [{"text": one, **by} for one in group]
-        entry = {"tokens": tokens, "drafts": made, "steps": 1, "ended": "off"}
-        told = {"rounds": [entry], "num_layers": 2}
-        choice = {"index": 0, "delta": {"content": text}, "speculation": told}
+    lines, origin = "", {"source": "grammar", "layer": None}
+    nodes = [{"text": t, **origin, "parent": p, "accepted": kept} for t, p, kept in drafts]
+    for group in [texts] if nodes else [[text] for text in texts]:
+        text, tokens = "".join(group), [{"text": piece, **origin} for piece in group]
+        entry = {"tokens": tokens, "drafts": nodes, "steps": 1, "ended": "off"}
+        speculation = {"rounds": [entry], "num_layers": 2}
+        choice = {"index": 0, "delta": {"content": text}, "speculation": speculation}
         lines += f"data: {json.dumps({'choices': [{**choice, 'finish_reason': None}]})}\n\n"
     return lines + end
 
@@ -228,15 +228,15 @@ def test_hostile_answers_do_nothing(opened: Open, server: Running) -> None:
         page.get_by_role("button", name="New chat").click()
         ask(page, "Go.")
         ended(page)
-        found = page.locator(".text").evaluate("""node => ({
+        contents = page.locator(".text").evaluate("""node => ({
             tags: [...node.querySelectorAll("*")].map(one => one.localName),
             names: [...node.querySelectorAll("*")].flatMap(one => one.getAttributeNames()),
             links: [...node.querySelectorAll("[href]")].map(one => one.href),
         })""")
         tags = "div p span em strong a h3 ul ol li blockquote pre code table thead tbody tr th td"
-        assert set(found["tags"]) <= set(tags.split())
-        assert set(found["names"]) <= {"class", "style", "title", "tabindex", "data-source"}
-        assert found["links"] == []
+        assert set(contents["tags"]) <= set(tags.split())
+        assert set(contents["names"]) <= {"class", "style", "title", "tabindex", "data-source"}
+        assert contents["links"] == []
         page.get_by_label("Markdown").uncheck()
         assert page.locator(".text").text_content() == text
         page.get_by_label("Markdown").check()
@@ -253,8 +253,8 @@ def test_markdown_keeps_the_colours_of_its_sources(page: Page) -> None:
     ask(page)
     ended(page)
     shape = {"h3": "Top", "li": "a & link", "em": "a", "a": "link", "ul": "c", "th": "d"}
-    for tag, said in {**shape, "pre": "if a < b:\n  ```x\n"}.items():
-        assert page.locator(f".text {tag}").first.text_content() == said
+    for tag, text in {**shape, "pre": "if a < b:\n  ```x\n"}.items():
+        assert page.locator(f".text {tag}").first.text_content() == text
     assert page.locator(".text a").get_attribute("href") == "https://a.example"
     assert by_source(shown(page)) == {"grammar": "Topa & linkbcif a < b:\n  ```x\nd"}
     title = page.locator(".grammar").first.get_attribute("title")
@@ -276,19 +276,19 @@ def test_conversations_stay_in_the_browser(page: Page) -> None:
     assert page.locator("#chats [aria-current]").inner_text() == "Question 1?"
     assert axe_findings(page) == []
     answer_with(page, stream(["more"]))
-    with page.expect_request(CHAT) as asked:
+    with page.expect_request(CHAT) as request:
         ask(page, "And?")
-    sent: Any = asked.value.post_data_json
-    said = [turn["content"] for turn in sent["messages"]]
-    assert said == ["Question 1?", "**1** done", "And?"]
+    body: Any = request.value.post_data_json
+    texts = [turn["content"] for turn in body["messages"]]
+    assert texts == ["Question 1?", "**1** done", "And?"]
     ended(page)
     with page.context.new_page() as tab:  # a chat continued in two tabs is kept twice
         tab.goto(page.url)
         tab.locator("#chats button").first.click()
-        for one, question in ((page, "Then?"), (tab, "Else?")):
-            answer_with(one, stream(["much more"]))
-            ask(one, question)
-            ended(one)
+        for view, question in ((page, "Then?"), (tab, "Else?")):
+            answer_with(view, stream(["much more"]))
+            ask(view, question)
+            ended(view)
     expect(chats).to_have_count(3)
     page.on("dialog", lambda dialog: dialog.accept())
     for _ in range(2):
@@ -305,12 +305,12 @@ def test_conversations_stay_in_the_browser(page: Page) -> None:
 
 def test_a_text_file_goes_into_the_message(page: Page) -> None:
     page.locator("#question").fill("What is this?")
-    for name, held, problem in (
+    for name, content, problem in (
         ("a.bin", b"\xff\xfe\x00", "a.bin is not UTF-8 text."),
         ("a.log", b"x" * 100_001, "a.log has 101 kB; the limit is 100 kB. Copy the part that"),
         ("a.md", "é\n```\nb\n```".encode(), ""),
     ):
-        page.locator("#file").set_input_files({"name": name, "mimeType": "", "buffer": held})
+        page.locator("#file").set_input_files({"name": name, "mimeType": "", "buffer": content})
         expect(page.locator("#problem")).to_contain_text(problem)
     expect(page.locator("#question")).to_have_value(
         "What is this?\n\na.md:\n````\né\n```\nb\n```\n````\n"
@@ -363,8 +363,8 @@ def test_the_page_sends_a_key_to_a_server_that_requires_one(
         ended(page)
         page.reload()
         expect(page.locator("#facts")).to_contain_text(default.label)
-        kept = page.evaluate("JSON.stringify(localStorage) + document.cookie")
-        assert "right" not in kept
+        storage = page.evaluate("JSON.stringify(localStorage) + document.cookie")
+        assert "right" not in storage
 
 
 def test_the_page_loads_nothing_from_elsewhere(server: Running) -> None:
@@ -379,6 +379,6 @@ def test_the_page_loads_nothing_from_elsewhere(server: Running) -> None:
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
     parser = VENDOR / "markdown-it.umd.min.js"
-    ours = answer.text.replace(parser.read_text(encoding="utf-8"), "").replace("https?|", "")
-    assert "http" not in ours
+    html = answer.text.replace(parser.read_text(encoding="utf-8"), "").replace("https?|", "")
+    assert "http" not in html
     assert sha256(parser.read_bytes()).hexdigest() in (VENDOR / "README.md").read_text()

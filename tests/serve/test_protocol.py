@@ -58,15 +58,15 @@ def test_an_answer_is_that_of_generate(client: openai.OpenAI, server: Running) -
 
 
 def test_a_stream_joins_to_the_same_text(client: openai.OpenAI) -> None:
-    whole = chat(client)
+    answer = chat(client)
     chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
     *body, last = chunks
-    assert joined(body) == whole.choices[0].message.content
-    ends = [c.choices[0].finish_reason for c in body]
-    assert [end for end in ends if end] == [whole.choices[0].finish_reason]
+    assert joined(body) == answer.choices[0].message.content
+    ends = [chunk.choices[0].finish_reason for chunk in body]
+    assert [end for end in ends if end] == [answer.choices[0].finish_reason]
     assert last.choices == []
-    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert last.usage.completion_tokens == answer.usage.completion_tokens
     assert all(chunk.usage is None for chunk in body)
     assert len({chunk.id for chunk in chunks}) == 1
 
@@ -95,27 +95,27 @@ def test_choices_use_consecutive_seeds(client: openai.OpenAI, server: Running) -
     expected = [generate(ASK, min_p=0.0, seed=seed, **settings).text for seed in (7, 8, 9)]
     assert [choice.message.content for choice in answer.choices] == expected
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    streamed = ["", "", ""]
+    texts = ["", "", ""]
     for chunk in chat(client, n=3, seed=7, max_tokens=8, stream=True, **settings):
         for choice in chunk.choices:
-            streamed[choice.index] += choice.delta.content or ""
-    assert streamed == expected
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == expected
 
 
 def test_a_stop_ends_the_text_and_is_no_part_of_it(client: openai.OpenAI) -> None:
-    whole = chat(client).choices[0].message.content
-    stop = whole[8:11]
+    content = chat(client).choices[0].message.content
+    stop = content[8:11]
     answer = chat(client, stop=[stop, "never there"])
-    assert answer.choices[0].message.content == whole[: whole.find(stop)]
+    assert answer.choices[0].message.content == content[: content.find(stop)]
     assert answer.choices[0].finish_reason == "stop"
-    assert joined(chat(client, stop=stop, stream=True)) == whole[: whole.find(stop)]
-    asked: dict[str, Any] = {"prompt": "One\nTwo\nThree\n", "max_tokens": 8, "temperature": 0}
-    for stop, more, text in (
+    assert joined(chat(client, stop=stop, stream=True)) == content[: content.find(stop)]
+    options: dict[str, Any] = {"prompt": "One\nTwo\nThree\n", "max_tokens": 8, "temperature": 0}
+    for stop, extra, text in (
         ("\nFour", {}, "Four\nFive\nSix\n"),  # a stop does not begin within the prompt
         ("<|im_start|>", {"logit_bias": {"1": 100}}, ""),  # a token that no text shows
     ):
-        (found,) = client.completions.create(model=None, stop=stop, **asked, **more).choices
-        assert (found.text[: len(text)], found.finish_reason) == (
+        (choice,) = client.completions.create(model=None, stop=stop, **options, **extra).choices
+        assert (choice.text[: len(text)], choice.finish_reason) == (
             text,
             "length" if text else "stop",
         )
@@ -125,16 +125,16 @@ def test_completions_take_text_or_ids_one_or_several(
     client: openai.OpenAI, server: Running
 ) -> None:
     generate = partial(server.speculator.generate, max_new_tokens=8, do_sample=False)
-    ids, words = [[504, 3575], [1, 2, 3]], ["One, two,", "Red, green,"]
-    asked: list[tuple[Any, list[Any]]] = [(words[0], words[:1]), (words, words)]
-    for prompt, prompts in [*asked, (ids[0], ids[:1]), (ids, ids)]:
+    ids, texts = [[504, 3575], [1, 2, 3]], ["One, two,", "Red, green,"]
+    cases: list[tuple[Any, list[Any]]] = [(texts[0], texts[:1]), (texts, texts)]
+    for prompt, prompts in [*cases, (ids[0], ids[:1]), (ids, ids)]:
         answer = client.completions.create(
             model=server.speculator.label, prompt=prompt, max_tokens=8, temperature=0
         )
         expected = [generate(one, raw=isinstance(one, str)).text for one in prompts]
         assert [choice.text for choice in answer.choices] == expected
-    many: Any = {"prompt": ["a", "b", "a"], "n": 2, "max_tokens": 1}
-    usage = client.completions.create(model=server.speculator.label, **many).usage
+    body: Any = {"prompt": ["a", "b", "a"], "n": 2, "max_tokens": 1}
+    usage = client.completions.create(model=server.speculator.label, **body).usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (3, 6)
 
 
@@ -204,10 +204,10 @@ def test_unsupported_fields_are_refused_by_name(
     answer = server.post({**BODY, **more})
     error = answer.json()["error"]
     assert error["param"] == field
-    found = "model_not_found" if field == "model" else None
+    code = "model_not_found" if field == "model" else None
     if "maximum context length is" in error["message"]:
-        found = "context_length_exceeded"
-    assert (answer.status_code, error["code"]) == (404 if field == "model" else 400, found)
+        code = "context_length_exceeded"
+    assert (answer.status_code, error["code"]) == (404 if field == "model" else 400, code)
     assert error["type"] == "invalid_request_error"
     assert error["message"]
     assert "\n" not in error["message"]
@@ -227,7 +227,7 @@ def test_one_call_at_a_time_and_names_reach_the_template() -> None:
 
 def test_validation_of_a_million_errors_stops_early() -> None:
     messages = [{"role": "user", "content": [{}] * 1000}] * 1000
-    for kind, body, said in (
+    for kind, body, start in (
         (TextBody, {"prompt": [{}] * 1000}, "prompt[0]"),
         (TextBody, {"prompt": [1, 2, "a", "b"]}, "prompt[2]"),  # a text or ids
         (TextBody, {"prompt": []}, "prompt is wrong: List should have"),
@@ -237,12 +237,12 @@ def test_validation_of_a_million_errors_stops_early() -> None:
         with pytest.raises(pydantic.ValidationError) as error:
             kind.model_validate(body)
         assert error.value.error_count() < 10
-        assert str(of_validation(error.value)).startswith(said)
+        assert str(of_validation(error.value)).startswith(start)
 
 
 def test_a_slowly_read_body_blocks_nobody(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, goes_on = TextBody.choices, threading.Event()
-    monkeypatch.setattr(TextBody, "choices", lambda *a: goes_on.wait(20) and own(*a))
+    original, goes_on = TextBody.choices, threading.Event()
+    monkeypatch.setattr(TextBody, "choices", lambda *a: goes_on.wait(20) and original(*a))
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(small.post, {"prompt": "One", "max_tokens": 1}, TEXT)
         answers(small)
@@ -328,12 +328,12 @@ SPECULATION: list[Any] = [
 
 
 def test_sixteen_at_once_get_the_same_texts_as_alone(small: Running) -> None:
-    asked = [f"Tell me {count} things about the number {count}." for count in range(16)]
+    prompts = [f"Tell me {count} things about the number {count}." for count in range(16)]
     generate = partial(small.speculator.generate, max_new_tokens=20, do_sample=False)
-    alone = [generate(one).text for one in asked]
+    alone = [generate(prompt).text for prompt in prompts]
 
     def over_http(number: int) -> str:
-        body = {**BODY, "messages": [{"role": "user", "content": asked[number]}]}
+        body = {**BODY, "messages": [{"role": "user", "content": prompts[number]}]}
         answer = small.post({**body, "speculation": SPECULATION[number % len(SPECULATION)]})
         return str(answer.json()["choices"][0]["message"]["content"])
 
@@ -375,9 +375,9 @@ def test_programs_of_the_docs_print_the_texts_of_generate(
     pytest.importorskip(package)
     (program,) = (block for block in fenced("py", TOOLS.read_text()) if package in block)
     exec(program.replace("http://127.0.0.1:8000", server.address), {})
-    asked = ("Name two planets.", "Name two rivers.")
-    answer = partial(server.speculator.generate, do_sample=False, max_new_tokens=20)
-    texts = [answer(one).text for one in asked]
+    prompts = ("Name two planets.", "Name two rivers.")
+    generate = partial(server.speculator.generate, do_sample=False, max_new_tokens=20)
+    texts = [generate(prompt).text for prompt in prompts]
     assert capsys.readouterr().out == "\n".join(texts)
 
 
@@ -388,21 +388,21 @@ PROMPTS = ["Name a river.", "Count to five.", "Say hello."]
 
 def test_a_load_counts_the_tokens_of_usage(server: Running) -> None:
     load = Load(texts=2)
-    asked = [question(text, 6, **serving.STREAMED) for text in (*PROMPTS, *PROMPTS[:2])]
-    serving.loaded(server.address, asked, load)
+    requests = [question(text, 6, **serving.STREAMED) for text in (*PROMPTS, *PROMPTS[:2])]
+    serving.loaded(server.address, requests, load)
     alone = [
         server.speculator.generate(PROMPTS[index % 3], max_new_tokens=6, do_sample=False)
         for index in range(5)
     ]
-    assert load.tokens == sum(len(one.token_ids) for one in alone)
+    assert load.tokens == sum(len(answer.token_ids) for answer in alone)
     assert len(load.first_s) == 5
     assert 0 < sum(load.gaps_s) < load.texts * load.seconds
 
 
 def test_an_error_ends_the_measurement(server: Running) -> None:
-    asked = [question("Hello", 4, temperature=9)]
+    requests = [question("Hello", 4, temperature=9)]
     with pytest.raises(RuntimeError, match=r"status 400.*temperature"):
-        serving.loaded(server.address, asked, Load(texts=1))
+        serving.loaded(server.address, requests, Load(texts=1))
 
 
 def test_ours_is_compared_with_the_best_peer() -> None:
@@ -422,6 +422,6 @@ def test_differing_answers_are_found(server: Running) -> None:
     off_by_a_bit = [*alone[1].likely[:-1], (token, math.nextafter(logprob, 0.0))]
     wrong = [alone[0], replace(alone[1], likely=off_by_a_bit), alone[2]]
     for expected, differing in ((alone, []), (wrong, [1])):
-        found = serving.compared(server.address, PROMPTS, expected, 6, 2, speculation=True)
-        assert list(found["differing"]) == differing
-        assert (found["answers"], found["sampled"], found["streams"]) == (3, 1, 1)
+        report = serving.compared(server.address, PROMPTS, expected, 6, 2, speculation=True)
+        assert list(report["differing"]) == differing
+        assert (report["answers"], report["sampled"], report["streams"]) == (3, 1, 1)

@@ -55,7 +55,7 @@ class Command(NamedTuple):
 
     @property
     def copies(self) -> list[psutil.Process]:
-        return [one for one in self.everything if "ServeReplica" in " ".join(one.cmdline())]
+        return [child for child in self.everything if "ServeReplica" in " ".join(child.cmdline())]
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +71,9 @@ def command(folder: Path) -> Iterator[Command]:
     ):
         try:
             wait_until(lambda: " at http" in log.read_text() or process.poll() is not None)
-            said = re.search(r"2 copies, at (\S+)/v1", log.read_text())
-            assert said is not None, log.read_text()
-            yield Command(process, log, said[1])
+            match = re.search(r"2 copies, at (\S+)/v1", log.read_text())
+            assert match is not None, log.read_text()
+            yield Command(process, log, match[1])
         finally:
             process.terminate()
             try:
@@ -103,25 +103,25 @@ def opening(number: int) -> list[dict[str, str]]:
 
 
 def test_a_conversation_stays_on_one_copy_and_both_copies_get_some(command: Command) -> None:
-    used = set()
+    copies = set()
     for number in range(40):
         first = ask(command, opening(number))
-        used.add(first.headers[COPY])
+        copies.add(first.headers[COPY])
         text = first.json()["choices"][0]["message"]["content"]
-        said = {"role": "assistant", "content": text}
-        again = [*opening(number), said, {"role": "user", "content": "What is next?"}]
-        second = ask(command, again)
+        turn = {"role": "assistant", "content": text}
+        messages = [*opening(number), turn, {"role": "user", "content": "What is next?"}]
+        second = ask(command, messages)
         assert second.headers[COPY] == first.headers[COPY]
         assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-        if len(used) == 2 and number >= 3:
+        if len(copies) == 2 and number >= 3:
             return
     pytest.fail("one copy has all conversations")
 
 
 def test_a_killed_copy_loses_only_its_own_answers_and_restarts(command: Command) -> None:
     """Kill one copy while each copy writes a stream."""
-    before = command.copies
-    assert len(before) == 2
+    copies = command.copies
+    assert len(copies) == 2
     url = f"{command.address}{CHAT}"
     with httpx.Client(timeout=60) as http:
         streams: dict[str, httpx.Response] = {}
@@ -133,26 +133,26 @@ def test_a_killed_copy_loses_only_its_own_answers_and_restarts(command: Command)
                 answer.close()
             if len(streams) == 2:
                 break
-        before[0].kill()
-        lines = [[line for line in one.iter_lines() if line] for one in streams.values()]
-    ends = sorted(one[-1] for one in lines)
+        copies[0].kill()
+        lines = [[line for line in stream.iter_lines() if line] for stream in streams.values()]
+    ends = sorted(stream[-1] for stream in lines)
     assert ends[0] == "data: [DONE]"
     assert "copy of the model that wrote this has ended. Send the request again" in ends[1]
     for number in range(8):  # for either copy
         assert ask(command, opening(number)).status_code == 200
     wait_until(lambda: len(command.copies) == 2)
-    assert before[0].pid not in [one.pid for one in command.copies]
+    assert copies[0].pid not in [copy.pid for copy in command.copies]
     lost, other = streams if "ended" in lines[0][-1] else reversed(streams)
     numbers = iter(range(100_000))
-    seen = set[str]()
+    names = set[str]()
 
     def both() -> bool:
-        seen.add(ask(command, opening(next(numbers)), max_tokens=1).headers[COPY])
-        return len(seen) == 2
+        names.add(ask(command, opening(next(numbers)), max_tokens=1).headers[COPY])
+        return len(names) == 2
 
     wait_until(both)
-    assert other in seen
-    assert lost not in seen
+    assert other in names
+    assert lost not in names
 
 
 def test_a_client_that_goes_away_ends_its_answer(command: Command, server: Running) -> None:
@@ -163,8 +163,8 @@ def test_a_client_that_goes_away_ends_its_answer(command: Command, server: Runni
         httpx.post(f"{command.address}{CHAT}", json=body, timeout=0.5)
 
     def idle() -> bool:  # enough requests to reach both copies
-        found = [httpx.get(f"{command.address}/health").json() for _ in range(8)]
-        return all(one == {"status": "ok", "answers": 0} for one in found)
+        reports = [httpx.get(f"{command.address}/health").json() for _ in range(8)]
+        return all(report == {"status": "ok", "answers": 0} for report in reports)
 
     wait_until(idle)
 
@@ -176,13 +176,13 @@ def test_the_log_has_a_line_per_request_and_no_text(command: Command) -> None:
     assert re.search(r"POST \S+ns 200, \d+ \+ 30 tokens in \d+\.\d{3} s for 127.0.0.1", log)
     (folder,) = {  # the log folder of Ray's processes
         Path(word.partition("=")[2])
-        for one in psutil.Process(command.process.pid).children()
-        for word in one.cmdline()
+        for process in psutil.Process(command.process.pid).children()
+        for word in process.cmdline()
         if word.startswith("--log_dir=")
     }
-    every = [file.read_text(errors="replace") for file in folder.rglob("*") if file.is_file()]
-    assert len(every) > 5
-    assert "xyzzy" not in "".join([log, *every])
+    texts = [file.read_text(errors="replace") for file in folder.rglob("*") if file.is_file()]
+    assert len(texts) > 5
+    assert "xyzzy" not in "".join([log, *texts])
     assert "Traceback" not in log
 
 
@@ -190,14 +190,14 @@ def test_ports_of_ray_are_local_or_require_a_token(command: Command) -> None:
     grpc: Any = importlib.import_module("grpc")  # it has no types
     bodies: Any = importlib.import_module("ray.serve.generated.serve_pb2")
     service: Any = importlib.import_module("ray.serve.generated.serve_pb2_grpc")
-    listening = [
-        (str(one.laddr.ip), int(one.laddr.port))
+    addresses = [
+        (str(connection.laddr.ip), int(connection.laddr.port))
         for process in [psutil.Process(command.process.pid), *command.everything]
-        for one in process.net_connections("tcp")
-        if one.status == psutil.CONN_LISTEN
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
     ]
-    assert len(listening) > 3
-    for host, port in set(listening):
+    assert len(addresses) > 3
+    for host, port in set(addresses):
         if host.removeprefix("::ffff:") == "127.0.0.1":
             continue
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -209,13 +209,13 @@ def test_ports_of_ray_are_local_or_require_a_token(command: Command) -> None:
 
 def test_a_running_answer_is_finished_before_shutdown(command: Command, server: Running) -> None:
     """The last of the live tests, as it stops the server."""
-    everything = command.everything
+    processes = command.everything
     body = {"messages": opening(1), "max_tokens": 1500, "temperature": 0, "stream": True}
     with streaming(server, body) as lines:
         command.process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert command.process.wait(40) == 0
-    assert not psutil.wait_procs(everything, timeout=10)[1]
+    assert not psutil.wait_procs(processes, timeout=10)[1]
 
 
 def test_keys_origins_and_sizes_are_checked_before_any_copy() -> None:
@@ -279,10 +279,10 @@ def test_the_answer_of_a_dead_copy_is_refused_or_visibly_cut(
     assert answer.status_code == 503
     assert answer.json()["error"]["type"] == "server_error"
     assert "Send the request again" in answer.json()["error"]["message"]
-    begun = {"type": "http.response.start", "status": 200, "headers": []}
+    start = {"type": "http.response.start", "status": 200, "headers": []}
     half = {"type": "http.response.body", "body": b'{"half', "more_body": True}
     with pytest.raises(RuntimeError, match="the answer was cut"):
-        ask_front(begun, half, error=ActorDiedError())
+        ask_front(start, half, error=ActorDiedError())
 
 
 def test_without_ray_one_line_says_what_to_install(
@@ -307,5 +307,5 @@ def test_without_ray_one_line_says_what_to_install(
 def test_a_session_is_the_beginning_of_a_conversation(one: bytes, other: bytes, same: bool) -> None:
     assert session(one)
     assert (session(one) == session(other)) is same
-    for none in (b"", b"{", b"[]", b"null", b"{}", b'{"prompt": 3}', b'{"messages": []}', b"\xff"):
-        assert session(none) == ""
+    for body in (b"", b"{", b"[]", b"null", b"{}", b'{"prompt": 3}', b'{"messages": []}', b"\xff"):
+        assert session(body) == ""

@@ -77,47 +77,47 @@ def test_json_object_mode_writes_an_object(client: openai.OpenAI) -> None:
 def test_logprobs_are_those_of_generate(
     client: openai.OpenAI, server: Running, stream: bool
 ) -> None:
-    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "max_tokens": 12}
+    options: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "max_tokens": 12}
     expected = server.speculator.generate(ASK, max_new_tokens=12, do_sample=False, logprobs=3)
     assert expected.logprobs is not None
-    found = chat(client, stream=stream, **asked)
-    choices = [chunk.choices[0] for chunk in found] if stream else found.choices
-    content = [one for c in choices if c.logprobs for one in c.logprobs.content]
-    assert [one.logprob for one in content] == [one.logprob for one in expected.logprobs]
-    assert [[top.logprob for top in one.top_logprobs] for one in content] == [
-        [said for _, said in one.top] for one in expected.logprobs
+    answer = chat(client, stream=stream, **options)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    content = [token for c in choices if c.logprobs for token in c.logprobs.content]
+    assert [token.logprob for token in content] == [token.logprob for token in expected.logprobs]
+    assert [[top.logprob for top in token.top_logprobs] for token in content] == [
+        [logprob for _, logprob in token.top] for token in expected.logprobs
     ]
-    assert "".join(one.token for one in content).startswith(expected.text)
+    assert "".join(token.token for token in content).startswith(expected.text)
     assert bytes(byte for one in content for byte in one.bytes).decode().startswith(expected.text)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_completions_have_their_own_shape(client: openai.OpenAI, stream: bool) -> None:
     emojis = "Emojis: 😀😃😄😁😆"  # the answer has more of them, three tokens each
-    asked: dict[str, Any] = {"prompt": emojis, "logprobs": 2, **LIMIT, "max_tokens": 9}
-    found = client.completions.create(model=None, stream=stream, **asked)
-    choices = [chunk.choices[0] for chunk in found] if stream else found.choices
+    options: dict[str, Any] = {"prompt": emojis, "logprobs": 2, **LIMIT, "max_tokens": 9}
+    answer = client.completions.create(model=None, stream=stream, **options)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     text = "".join(choice.text for choice in choices)
-    noted = [choice.logprobs for choice in choices if choice.logprobs]
-    tokens = [token for one in noted for token in one.tokens]
-    offsets = [offset for one in noted for offset in one.text_offset]
+    pieces = [choice.logprobs for choice in choices if choice.logprobs]
+    tokens = [token for piece in pieces for token in piece.tokens]
+    offsets = [offset for piece in pieces for offset in piece.text_offset]
     assert tokens.count("\N{REPLACEMENT CHARACTER}") > 2
     for token, at in zip(tokens, offsets, strict=True):
         assert text[at:].startswith(token) or (token == "\N{REPLACEMENT CHARACTER}" and text[at:])
-    assert all(len(top) <= 2 for one in noted for top in one.top_logprobs)
-    tops = [max(top.values()) for one in noted for top in one.top_logprobs]
-    assert tops == [value for one in noted for value in one.token_logprobs]  # greedy
-    asked |= {"prompt": "The sky", "temperature": 2.0, "seed": 1, "logprobs": 0}
-    drawn = client.completions.create(model=None, **asked)
-    said = drawn.choices[0].logprobs
-    assert [{*top} for top in said.top_logprobs] == [{token} for token in said.tokens]
+    assert all(len(top) <= 2 for piece in pieces for top in piece.top_logprobs)
+    tops = [max(top.values()) for piece in pieces for top in piece.top_logprobs]
+    assert tops == [value for piece in pieces for value in piece.token_logprobs]  # greedy
+    options |= {"prompt": "The sky", "temperature": 2.0, "seed": 1, "logprobs": 0}
+    drawn = client.completions.create(model=None, **options)
+    logprobs = drawn.choices[0].logprobs
+    assert [{*top} for top in logprobs.top_logprobs] == [{token} for token in logprobs.tokens]
 
 
 def test_logprobs_leave_out_the_end_token(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "Name a planet."}]
     (choice,) = chat(client, messages=messages, logprobs=True).choices
     assert choice.finish_reason == "stop"
-    assert "".join(one.token for one in choice.logprobs.content) == choice.message.content
+    assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
 
 
 def test_penalties_and_bias_are_those_of_generate(client: openai.OpenAI, server: Running) -> None:
@@ -155,12 +155,12 @@ TIME = {"type": "function", "function": {"name": "get_time", "parameters": NOTHI
 
 @pytest.fixture(scope="module")
 def caller(default: Speculator) -> Iterator[openai.OpenAI]:
-    knows = copy.copy(default)
-    knows.tokenizer = copy.copy(default.tokenizer)
-    assert knows.tokenizer is not None
-    knows.tokenizer.chat_template = TEMPLATE
-    with running(knows) as found:
-        yield openai.OpenAI(base_url=f"{found.address}/v1", api_key="none")
+    speculator = copy.copy(default)
+    speculator.tokenizer = copy.copy(default.tokenizer)
+    assert speculator.tokenizer is not None
+    speculator.tokenizer.chat_template = TEMPLATE
+    with running(speculator) as server:
+        yield openai.OpenAI(base_url=f"{server.address}/v1", api_key="none")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -169,27 +169,27 @@ def test_a_required_call_follows_its_schema(
     caller: openai.OpenAI, wanted: str, stream: bool
 ) -> None:
     choice: Any = {"type": "function", "function": {"name": wanted}} if wanted else "required"
-    found = chat(caller, tools=[WEATHER, TIME], tool_choice=choice, stream=stream)
-    choices = [chunk.choices[0] for chunk in found] if stream else found.choices
-    said = [one.delta if stream else one.message for one in choices]
-    assert not any(one.content for one in said)
-    (call,) = [call for one in said for call in one.tool_calls or ()]
+    answer = chat(caller, tools=[WEATHER, TIME], tool_choice=choice, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    replies = [part.delta if stream else part.message for part in choices]
+    assert not any(reply.content for reply in replies)
+    (call,) = [call for reply in replies for call in reply.tool_calls or ()]
     assert choices[-1].finish_reason == "tool_calls"
     arguments = json.loads(call.function.arguments)
     if not stream:  # the grammar forces most of it
         least = 20 if arguments else 10
-        assert found.usage.speculation["sources"]["grammar"]["accepted"] > least
+        assert answer.usage.speculation["sources"]["grammar"]["accepted"] > least
     assert call.function.name == wanted or not wanted
     if call.function.name == "get_weather":
         jsonschema.validate(arguments, PARAMETERS)
     else:
         assert arguments == {}  # it has no parameters
-    back = [
+    talk = [
         *ASK,
         {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
         {"role": "tool", "tool_call_id": call.id, "content": "Rain."},
     ]
-    assert chat(caller, messages=back, tools=[WEATHER, TIME], max_tokens=5).choices[0].finish_reason
+    assert chat(caller, messages=talk, tools=[WEATHER, TIME], max_tokens=5).choices[0].finish_reason
 
 
 CALL = '{"name": "get_time", "arguments": {"a": "<tool_call> } </tool_call>"}}'
@@ -221,23 +221,23 @@ def test_calls_are_parsed_from_text_in_any_pieces(
         rest, calls = reader.end()
         assert shown + rest == (text if content is None else content)
         assert [call["function"]["name"] for call in calls] == names
-        one = Calls(form, [TIME], 1)
-        one.push(text)
-        assert len(one.end()[1]) == min(1, len(names))
+        single = Calls(form, [TIME], 1)
+        single.push(text)
+        assert len(single.end()[1]) == min(1, len(names))
 
 
 def test_the_format_of_calls_follows_the_template(default: Speculator) -> None:
-    words = copy.copy(default.tokenizer)
-    assert words is not None
-    assert format_of(words) is None
+    tokenizer = copy.copy(default.tokenizer)
+    assert tokenizer is not None
+    assert format_of(tokenizer) is None
     for template, form in (
         (TEMPLATE, TAGGED),
         ('{{ tools }} {"name": .., "parameters": ..}', BARE),
         ("{{ tools }} in a way of its own", None),
         (None, None),
     ):
-        words.chat_template = template
-        assert format_of(words) is form
+        tokenizer.chat_template = template
+        assert format_of(tokenizer) is form
     assert format_of(None) is None
 
 
@@ -248,8 +248,8 @@ EXPLAIN = {"explain": True}
 
 
 def ask(client: openai.OpenAI, speculation: Any = EXPLAIN, **more: Any) -> Any:
-    asked = {"messages": LISTS, "max_tokens": 40, **more}
-    return chat(client, extra_body={"speculation": speculation}, **asked)
+    options = {"messages": LISTS, "max_tokens": 40, **more}
+    return chat(client, extra_body={"speculation": speculation}, **options)
 
 
 def joined(rounds: list[Any]) -> str:
@@ -275,38 +275,38 @@ def test_sources_match_usage_and_texts_join(
     for chunk in ask(client, stream=True, **more):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
-            told = getattr(choice, "speculation", {"rounds": []})
-            rounds[choice.index] += told["rounds"]
+            explanation = getattr(choice, "speculation", {"rounds": []})
+            rounds[choice.index] += explanation["rounds"]
             assert texts[choice.index].startswith(joined(rounds[choice.index]))
     drafted, accepted, tokens = Counter[str](), Counter[str](), 0
     for choice in answer.choices:
-        told = choice.speculation["rounds"]
-        assert joined(told) == choice.message.content == texts[choice.index]
+        explanation = choice.speculation["rounds"]
+        assert joined(explanation) == choice.message.content == texts[choice.index]
         assert choice.speculation["num_layers"] == server.speculator.backbone.num_layers
-        assert told == rounds[choice.index]
-        first, *others = told
+        assert explanation == rounds[choice.index]
+        first, *others = explanation
         assert (first["steps"], first["drafts"]) == (0, [])
         for entry in others:
             drafted.update(draft["source"] for draft in entry["drafts"])
             accepted.update(draft["source"] for draft in entry["drafts"] if draft["accepted"])
-            given = [token["source"] for token in entry["tokens"]]
+            sources = [token["source"] for token in entry["tokens"]]
             kept = sum(draft["accepted"] for draft in entry["drafts"])
-            assert "model" not in given[:kept]
-            assert given[kept:] in ([], ["model"])
+            assert "model" not in sources[:kept]
+            assert sources[kept:] in ([], ["model"])
             assert entry["steps"] >= 1
             assert entry["steps"] > 1 or not entry["drafts"]  # heads may give no draft
-        tokens += sum(len(entry["tokens"]) for entry in told)
-    found = answer.usage.speculation
-    assert found["rounds"] == sum(len(c.speculation["rounds"]) - 1 for c in answer.choices)
+        tokens += sum(len(entry["tokens"]) for entry in explanation)
+    usage = answer.usage.speculation
+    assert usage["rounds"] == sum(len(c.speculation["rounds"]) - 1 for c in answer.choices)
     assert tokens == answer.usage.completion_tokens
     assert {
         source: {"drafted": drafted[source], "accepted": accepted[source]} for source in drafted
-    } == found["sources"]
+    } == usage["sources"]
     assert bool(drafted) == (more.get("speculation", EXPLAIN).get("drafter") != "none")
 
 
 def test_nothing_is_explained_unless_asked(client: openai.OpenAI) -> None:
-    answers = [ask(client, one) for one in (None, True, False, {"drafter": "ngram"})]
+    answers = [ask(client, wish) for wish in (None, True, False, {"drafter": "ngram"})]
     answers += [ask(client, {"explain": False}), *ask(client, None, stream=True)]
     assert not any(hasattr(c, "speculation") for answer in answers for c in answer.choices)
     with pytest.raises(openai.BadRequestError, match="explain"):
@@ -314,26 +314,26 @@ def test_nothing_is_explained_unless_asked(client: openai.OpenAI) -> None:
 
 
 def entry(tokens: list[int], drafts: list[int], kept: list[int], **more: Any) -> Round:
-    usual: Any = {"exit_layers": [0] * len(drafts), "sources": ["exit"] * len(drafts)}
-    return Round(tokens=tokens, draft_tokens=drafts, kept=kept, ended="unsure", **usual | more)
+    fields: Any = {"exit_layers": [0] * len(drafts), "sources": ["exit"] * len(drafts)}
+    return Round(tokens=tokens, draft_tokens=drafts, kept=kept, ended="unsure", **fields | more)
 
 
 def test_a_round_waits_for_its_text_and_a_stop_cuts_it() -> None:
-    told = Explanation(TokenTexts(None), DraftCost(rows=(0.5, 0.25), head=0.125, num_layers=4))
-    told.add(entry([1], [], [], prefill=True), ["on"])
-    assert [one["steps"] for one in told.shown("on")] == [0]
-    told.add(
+    report = Explanation(TokenTexts(None), DraftCost(rows=(0.5, 0.25), head=0.125, num_layers=4))
+    report.add(entry([1], [], [], prefill=True), ["on"])
+    assert [part["steps"] for part in report.shown("on")] == [0]
+    report.add(
         entry([2, 3, 4], [2, 3, 9], [0, 1], exit_layers=[2, 1, 0], heads=4), ["e E", "N", "D!"]
     )
-    assert told.shown("e ") == []  # END may begin here
-    told.add(entry([5], [7, 8], [], parents=[-1, -1], sources=["ngram"] * 2), ["?"])
-    told.rest("!")
-    first, second = told.shown("", last=True)
+    assert report.shown("e ") == []  # END may begin here
+    report.add(entry([5], [7, 8], [], parents=[-1, -1], sources=["ngram"] * 2), ["?"])
+    report.rest("!")
+    first, second = report.shown("", last=True)
     assert [token["text"] for token in first["tokens"]] == ["e ", "", ""]
     assert [token["layer"] for token in first["tokens"]] == [2, 1, None]
     drafts = [(draft["text"], draft["parent"], draft["accepted"]) for draft in first["drafts"]]
     assert drafts == [("<2>", -1, True), ("<3>", 0, True), ("<9>", 1, False)]
     assert first["steps"] == 1 + (0.5 + 0.25 + 0.25) + (2 + 1 + 0) / 4 + 4 * 0.125
     assert [token["text"] for token in second["tokens"]] == [""]
-    assert [(one["parent"], one["layer"]) for one in second["drafts"]] == [(-1, None)] * 2
+    assert [(draft["parent"], draft["layer"]) for draft in second["drafts"]] == [(-1, None)] * 2
     assert second["steps"] == 1 + 0.5 + 0.25
