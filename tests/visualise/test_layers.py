@@ -35,9 +35,9 @@ def saved(tmp_path: Path) -> Path:
 def test_a_trace_survives_its_file_and_every_line_has_a_kind(tmp_path: Path) -> None:
     path = saved(tmp_path)
     assert LayerTrace.load(path) == small_trace()
-    odd = long_trace(["\u2028", "\x85", '"\n\\', "\U0001f389"])  # some are line breaks to Python
-    odd.save(tmp_path / "odd")
-    assert LayerTrace.load(tmp_path / "odd") == odd
+    trace = long_trace(["\u2028", "\x85", '"\n\\', "\U0001f389"])  # some are line breaks to Python
+    trace.save(tmp_path / "odd")
+    assert LayerTrace.load(tmp_path / "odd") == trace
     lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     assert [line["type"] for line in lines] == ["info", *["place"] * 6, *["round"] * 4]
     assert lines[0]["format_version"] == 6
@@ -111,14 +111,14 @@ def test_layers_that_guess_the_token(
     right: str, final: bool, stays: int | None, head: int | None
 ) -> None:
     (place,) = long_trace(["a"]).places
-    said = [
-        replace(each, top_tokens=(TOKEN if mark == "r" else 0, 1))
-        for each, mark in zip(place.layers, right, strict=True)
+    guesses = [
+        replace(guess, top_tokens=(TOKEN if mark == "r" else 0, 1))
+        for guess, mark in zip(place.layers, right, strict=True)
     ]
-    place = replace(place, layers=tuple(said), final_top_tokens=(TOKEN if final else 0, 1))
+    place = replace(place, layers=tuple(guesses), final_top_tokens=(TOKEN if final else 0, 1))
     trace = long_trace(["a"])
-    found = layers.right_from(trace, place), layers.head_right(trace, place)
-    assert found == (stays, head)
+    pair = layers.right_from(trace, place), layers.head_right(trace, place)
+    assert pair == (stays, head)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_layers_that_guess_the_token(
 def test_rejected_drafts_are_placed_where_they_began(
     parents: list[int] | None, kept: list[int], branches: list[tuple[int, list[int]]]
 ) -> None:
-    found = entry(len(kept) + 1, [0] * 4, kept=kept, parents=parents)
-    assert rejected(found) == branches
-    assert trace_of([found], ["a"] * 5, [("b",) * 4]).stats.accepted == len(kept)
+    step = entry(len(kept) + 1, [0] * 4, kept=kept, parents=parents)
+    assert rejected(step) == branches
+    assert trace_of([step], ["a"] * 5, [("b",) * 4]).stats.accepted == len(kept)
 
 
 @pytest.mark.parametrize(
@@ -186,11 +186,11 @@ def test_a_pipe_gets_text_with_marks_and_no_escapes() -> None:
 
 
 def test_a_terminal_shows_the_answer_in_colours_and_strikes_drafts() -> None:
-    shown = Text.from_ansi(terminal(small_trace(), rejected=False))
-    assert shown.plain.startswith("A line\n kept checked deep\n\n33 % of this answer")
-    looks = {shown.plain[s.start : s.end].strip(): str(s.style) for s in shown.spans}
+    text = Text.from_ansi(terminal(small_trace(), rejected=False))
+    assert text.plain.startswith("A line\n kept checked deep\n\n33 % of this answer")
+    styles = {text.plain[span.start : span.end].strip(): str(span.style) for span in text.spans}
     for word, layer in (("kept", 2), ("exit layer 2", 2), ("deep", 4), ("exit layer 4", 4)):
-        assert pages.of_layer(layer, 6) in looks[word]
+        assert pages.of_layer(layer, 6) in styles[word]
     struck = terminal(small_trace())
     assert f"{STRUCK};{RED}dropped" in struck
     assert "[-" not in struck
@@ -198,18 +198,18 @@ def test_a_terminal_shows_the_answer_in_colours_and_strikes_drafts() -> None:
 
 @pytest.mark.parametrize("console", [{"no_color": True}, {"color_system": None}])
 def test_without_colours_there_are_marks(console: dict[str, Any]) -> None:
-    shown = terminal(small_trace(), **console)
-    assert "38;2" not in shown
-    assert ("\x1b" in shown) is ("no_color" in console)
-    assert "[-dropped-]" in shown
-    assert "kept²" in shown
+    output = terminal(small_trace(), **console)
+    assert "38;2" not in output
+    assert ("\x1b" in output) is ("no_color" in console)
+    assert "[-dropped-]" in output
+    assert "kept²" in output
 
 
 def test_lines_fit_a_narrow_terminal() -> None:
     for width in (12, 30, 60):
-        shown = terminal(small_trace(), width, color_system=None)
-        assert max(map(len, shown.splitlines())) <= width
-        assert "checked" in shown
+        output = terminal(small_trace(), width, color_system=None)
+        assert max(map(len, output.splitlines())) <= width
+        assert "checked" in output
 
 
 def test_an_ascii_console_gets_ascii() -> None:
@@ -218,32 +218,32 @@ def test_an_ascii_console_gets_ascii() -> None:
     show(long_trace(["A", " \u4f60", "\n"]), Console(file=out, _environ={}), rejected=True)
     show(small_trace(), Console(file=out, _environ={}), rejected=True)
     out.flush()
-    shown = raw.getvalue().decode("ascii")
-    assert "A| \\u4f60|\\u23ce" in shown
-    assert " kept^2 [-dropped-] checked| deep^4<end>" in shown
+    output = raw.getvalue().decode("ascii")
+    assert "A| \\u4f60|\\u23ce" in output
+    assert " kept^2 [-dropped-] checked| deep^4<end>" in output
 
 
 def test_control_characters_cannot_reach_the_terminal() -> None:
-    shown = printed(long_trace(["\x1b[31mred", "[bold]x[/bold]", "\r\x07", "\u202e"]))
-    assert "\x1b" not in shown
-    assert "\\u001b[31mred· [bold]x[/bold]".replace(" ", "") in shown.replace(" ", "")
-    assert "␍\\u0007" in shown
-    assert "\\u202e" in shown
+    output = printed(long_trace(["\x1b[31mred", "[bold]x[/bold]", "\r\x07", "\u202e"]))
+    assert "\x1b" not in output
+    assert "\\u001b[31mred· [bold]x[/bold]".replace(" ", "") in output.replace(" ", "")
+    assert "␍\\u0007" in output
+    assert "\\u202e" in output
 
 
 def test_drafts_from_elsewhere_have_marks_of_their_own() -> None:
     rounds = entry(1, prefill=True, ended="off"), entry(2, [0, 0], 1, sources=["ngram"] * 2)
-    shown = printed(trace_of(rounds, ("A", " b", " c"), ((), (" b", " x\n"))))
-    assert "A· bⁿ [-x⏎-] c\n" in shown
-    assert "prompt lookupⁿ: 1 of 2 drafts kept" in shown
+    output = printed(trace_of(rounds, ("A", " b", " c"), ((), (" b", " x\n"))))
+    assert "A· bⁿ [-x⏎-] c\n" in output
+    assert "prompt lookupⁿ: 1 of 2 drafts kept" in output
     end = trace_of(rounds, ("A", "", " c"), ((), ("", " x")))  # an end token has no text
     assert printed(end, rejected=False).startswith("A c\n")
 
 
 def test_the_gain_follows_from_rounds_and_costs() -> None:
     trace = small_trace()
-    found = gain(trace)
-    assert (found.tokens, found.drafted) == (6, 2)
+    draft_gain = gain(trace)
+    assert (draft_gain.tokens, draft_gain.drafted) == (6, 2)
     # three rounds, and three drafts, which exited at layers 2, 4 and 4 of 6
     assert trace.cost.gain(trace.rounds) == pytest.approx(5 / (3 + 3 * 0.08 + 10 / 6))
     assert gain(long_trace(["a", "b"])).headline.startswith("No draft was kept")
@@ -257,11 +257,11 @@ def test_the_headline_states_the_gain() -> None:
         (1.0, ", which cost what they gave: 1.0× plain decoding"),
         (0.9, ", which cost more than they gave: 0.9× plain decoding"),
     ):
-        found = Gain(tokens=50, drafted=22, times=times)
-        assert found.headline == f"44 % of this answer came as drafts{words}"
+        draft_gain = Gain(tokens=50, drafted=22, times=times)
+        assert draft_gain.headline == f"44 % of this answer came as drafts{words}"
         end = ", 0.9× plain decoding" if times == 0.9 else "of the whole model"
-        assert found._replace(drafted=0).headline.endswith(end)
-    assert found._replace(drafted=0, times=1.0).verdict == ""  # as where drafting is off
+        assert draft_gain._replace(drafted=0).headline.endswith(end)
+    assert draft_gain._replace(drafted=0, times=1.0).verdict == ""  # as where drafting is off
 
 
 def test_a_card_holds_any_text_silently(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -274,22 +274,22 @@ def test_a_card_holds_any_text_silently(monkeypatch: pytest.MonkeyPatch, tmp_pat
         for name, trace in {"small": small_trace(), "long": long_trace(odd * 20)}.items():
             picture.save_card(trace, tmp_path / f"{name}.png")
             picture.save_card(trace, tmp_path / "again.png")
-            made = (tmp_path / f"{name}.png").read_bytes()
-            assert made == (tmp_path / "again.png").read_bytes()
-            shown = imread(tmp_path / f"{name}.png")
-            assert shown.shape[:2] == (675, 1200)
-            assert (shown[:, 320:336, :3].std(axis=(0, 1)) < 0.01).all()  # text stays in its box
+            content = (tmp_path / f"{name}.png").read_bytes()
+            assert content == (tmp_path / "again.png").read_bytes()
+            image = imread(tmp_path / f"{name}.png")
+            assert image.shape[:2] == (675, 1200)
+            assert (image[:, 320:336, :3].std(axis=(0, 1)) < 0.01).all()  # text stays in its box
 
 
 def test_a_card_has_each_draft_in_its_colour(tmp_path: Path) -> None:
     picture.save_card(small_trace(), tmp_path / "card.png")
-    shown = {
+    colours = {
         tuple(pixel)
         for pixel in (imread(tmp_path / "card.png")[..., :3] * 255).round().reshape(-1, 3)
     }
     for layer in (2, 4):
-        assert tuple(bytes.fromhex(pages.of_layer(layer, 6)[1:])) in shown
-    assert tuple(bytes.fromhex(pages.SEEN[1:])) not in shown
+        assert tuple(bytes.fromhex(pages.of_layer(layer, 6)[1:])) in colours
+    assert tuple(bytes.fromhex(pages.SEEN[1:])) not in colours
 
 
 def test_characters_without_a_glyph_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,16 +323,16 @@ def test_texts_of_tokens_cannot_leave_their_element_and_nothing_is_loaded() -> N
 def test_page_data_has_the_source_and_time_of_each_token() -> None:
     trace = traces.drawn_trace()
     data = page_data(trace)
-    told = data["places"]
-    given = [data["givers"][one["giver"]]["words"] for one in told]
-    assert given == [giver.words for giver in givers(trace)]
-    assert {one["words"]: one["count"] for one in data["givers"]} == Counter(given)
-    branches = [branch["text"] for one in told for branch in one["rejected"]]
+    places = data["places"]
+    words = [data["givers"][place["giver"]]["words"] for place in places]
+    assert words == [giver.words for giver in givers(trace)]
+    assert {giver["words"]: giver["count"] for giver in data["givers"]} == Counter(words)
+    branches = [branch["text"] for place in places for branch in place["rejected"]]
     assert sorted(branches) == sorted(
-        "".join(traces.text_of(one.draft_tokens[draft]) for draft in branch)
-        for one in trace.rounds
-        for _, branch in rejected(one)
+        "".join(traces.text_of(step.draft_tokens[draft]) for draft in branch)
+        for step in trace.rounds
+        for _, branch in rejected(step)
     )
-    took = [sum(times) for _, *times in data["rounds"]]
-    assert (len(told) - 1) / sum(took) == pytest.approx(trace.cost.gain(trace.rounds), rel=1e-3)
-    assert took[0] == 0
+    steps = [sum(times) for _, *times in data["rounds"]]
+    assert (len(places) - 1) / sum(steps) == pytest.approx(trace.cost.gain(trace.rounds), rel=1e-3)
+    assert steps[0] == 0

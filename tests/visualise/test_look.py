@@ -46,25 +46,25 @@ def looked(kind: str, *, all_layers: bool = False, **options: Any) -> LayerTrace
     ids=["exit", "plain", "pinned", "both", "sampled"],
 )
 def test_tokens_are_those_of_generate(kind: str, options: dict[str, Any]) -> None:
-    found = looked(kind, **options)
+    trace = looked(kind, **options)
     answer = skilled(kind).generate(PROMPT, **eagerly(options))
-    assert [place.token for place in found.places] == answer.token_ids
-    assert sum(entry.accepted for entry in found.rounds) == answer.stats.accepted
+    assert [place.token for place in trace.places] == answer.token_ids
+    assert sum(entry.accepted for entry in trace.rounds) == answer.stats.accepted
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("all_layers", [False, True])
 def test_a_kept_draft_is_the_guess_of_the_first_sure_layer(kind: str, all_layers: bool) -> None:
     """Also in chains of drafts: heads after a draft read the same states as in decoding."""
-    found = looked(kind, all_layers=all_layers)
-    thresholds = found.info.taus
-    kept = [place for place in found.places if place.kind == "accepted"]
+    trace = looked(kind, all_layers=all_layers)
+    thresholds = trace.info.taus
+    kept = [place for place in trace.places if place.kind == "accepted"]
     assert len(kept) >= 4
     for place in kept:
-        said = {entry.layer: entry for entry in place.layers}
-        sure = [layer for layer in thresholds if said[layer].confidence >= thresholds[layer]]
+        guesses = {entry.layer: entry for entry in place.layers}
+        sure = [layer for layer in thresholds if guesses[layer].confidence >= thresholds[layer]]
         assert place.exit_layer == sure[0]
-        assert said[sure[0]].top_tokens[0] == place.token
+        assert guesses[sure[0]].top_tokens[0] == place.token
     if kind == "deep-fused":
         assert len({place.round for place in kept}) < len(kept)
 
@@ -72,34 +72,34 @@ def test_a_kept_draft_is_the_guess_of_the_first_sure_layer(kind: str, all_layers
 @pytest.mark.parametrize("kind", ["translator", "narrow"])
 def test_figures_equal_those_of_a_plain_loop(kind: str) -> None:
     speculator = skilled(kind)
-    found = looked(kind, drafter="exit:anneal_strength=0.5")
+    trace = looked(kind, drafter="exit:anneal_strength=0.5")
     heads: Any = speculator.heads
     temperatures = {int(layer): value for layer, value in heads.config.temperatures.items()}
     layers = heads.config.exit_layers
     judge = ExitJudge(6, dict.fromkeys(layers, 0.5), 0.5, temperatures)
-    tokens = [place.token for place in found.places]
+    tokens = [place.token for place in trace.places]
     ids = torch.cat([PROMPT, torch.tensor([tokens])], dim=1)
     with torch.no_grad():
         output = speculator.model(ids, output_hidden_states=True)
-        for place in found.places:
+        for place in trace.places:
             position = 4 + place.index
             final = output.logits[0, position].float()
             assert place.final_top_tokens[0] == int(final.argmax())
-            for said in place.layers:
-                head = heads[said.layer]
-                logits = head(output.hidden_states[said.layer][0, position])
+            for guess in place.layers:
+                head = heads[guess.layer]
+                logits = head(output.hidden_states[guess.layer][0, position])
                 wide = head.to_target_logits(logits)
-                probs = (wide / temperatures.get(said.layer, 1.0)).softmax(-1)
+                probs = (wide / temperatures.get(guess.layer, 1.0)).softmax(-1)
                 order = probs.argsort(descending=True).tolist()
-                held = order[: len(head.rows)]
-                assert list(said.top_tokens) == order[:5]
-                assert said.top_probs == pytest.approx(probs[order[:5]].tolist(), abs=2e-6)
-                sure = float(top_probability(logits, judge.temperature(said.layer)))
-                assert said.confidence == pytest.approx(sure, abs=2e-6)
-                assert said.rank == (held.index(place.token) + 1 if place.token in held else 0)
-                target = final[held].softmax(-1).double()
-                divergence = float((target * (target / probs[held]).log()).sum())
-                assert said.divergence == pytest.approx(divergence, abs=1e-4)
+                top = order[: len(head.rows)]
+                assert list(guess.top_tokens) == order[:5]
+                assert guess.top_probs == pytest.approx(probs[order[:5]].tolist(), abs=2e-6)
+                sure = float(top_probability(logits, judge.temperature(guess.layer)))
+                assert guess.confidence == pytest.approx(sure, abs=2e-6)
+                assert guess.rank == (top.index(place.token) + 1 if place.token in top else 0)
+                target = final[top].softmax(-1).double()
+                divergence = float((target * (target / probs[top]).log()).sum())
+                assert guess.divergence == pytest.approx(divergence, abs=1e-4)
 
 
 def test_all_layers_are_traced_and_only_some_were_in_use() -> None:
@@ -121,24 +121,24 @@ def test_depth_and_thresholds_by_layer_are_kept() -> None:
 
 
 def test_a_model_without_heads_is_seen_at_all_layers() -> None:
-    found = inspect(wrap(make_model("qwen3"), executor="generic"), PROMPT, max_new_tokens=4)
-    assert found.info.exit_layers == (1, 2, 3, 4, 5)
-    assert (found.info.heads, found.info.options.drafter) == ("", "ngram")
-    assert [place.kind for place in found.places] == ["prefill", "bonus", "bonus", "bonus"]
+    trace = inspect(wrap(make_model("qwen3"), executor="generic"), PROMPT, max_new_tokens=4)
+    assert trace.info.exit_layers == (1, 2, 3, 4, 5)
+    assert (trace.info.heads, trace.info.options.drafter) == ("", "ngram")
+    assert [place.kind for place in trace.places] == ["prefill", "bonus", "bonus", "bonus"]
 
 
 def test_texts_and_rejected_drafts_are_kept() -> None:
     model = make_model("llama", vocab_size=10)
     speculator = wrap(model, make_tokenizer(), heads="logit-lens", executor="generic")
     options: dict[str, Any] = {"drafter": "exit:layers=3,threshold=0.01", "max_new_tokens": 12}
-    found = inspect(speculator, "a b c", **options)
-    assert found.info.prompt == "a b c"
-    text = "".join(place.text for place in found.places)
-    tokens = [place.token for place in found.places]
+    trace = inspect(speculator, "a b c", **options)
+    assert trace.info.prompt == "a b c"
+    text = "".join(place.text for place in trace.places)
+    tokens = [place.token for place in trace.places]
     assert speculator.tokenizer is not None
     assert text == speculator.tokenizer.decode(tokens, skip_special_tokens=False)
-    drafts = [token for entry in found.rounds for token in entry.draft_tokens]
-    texts = [text for entry in found.draft_texts for text in entry]
+    drafts = [token for entry in trace.rounds for token in entry.draft_tokens]
+    texts = [text for entry in trace.draft_texts for text in entry]
     assert drafts
     assert [text.strip() for text in texts] == speculator.tokenizer.convert_ids_to_tokens(drafts)
 
@@ -146,10 +146,10 @@ def test_texts_and_rejected_drafts_are_kept() -> None:
 def test_copied_tokens_name_the_place_that_they_were_copied_from() -> None:
     prompt = PROMPT.repeat(1, 4)
     speculator = skilled("translator")
-    found = inspect(speculator, prompt, all_layers=False, **eagerly({"drafter": "ngram"}))
-    text = prompt[0].tolist() + [place.token for place in found.places]
-    copied = [place for place in found.places if place.copied_from is not None]
-    assert copied == [place for place in found.places if place.kind == "accepted"] != []
+    trace = inspect(speculator, prompt, all_layers=False, **eagerly({"drafter": "ngram"}))
+    text = prompt[0].tolist() + [place.token for place in trace.places]
+    copied = [place for place in trace.places if place.copied_from is not None]
+    assert copied == [place for place in trace.places if place.kind == "accepted"] != []
     for place in copied:
         assert place.copied_from is not None
         assert place.copied_from < prompt.shape[1] + place.index
@@ -190,9 +190,9 @@ def test_features_after_drafts_come_from_the_layer_that_drafted(backbone: Backbo
     hidden = {layer: torch.randn(4, 32, generator=generator) for layer in lenses}
     deep = torch.randn(4, 32, generator=generator)
     with torch.no_grad():
-        made = chained(lenses, hidden, deep, [4, 2, None, None], [0, 1, 2, 0])
+        features = chained(lenses, hidden, deep, [4, 2, None, None], [0, 1, 2, 0])
         first = heads[4].features(hidden[4][:1], deep[:1])
         second = heads[2].features(hidden[2][1:2], first)
         third = heads[4].features(hidden[4][2:3], second)
         fourth = heads[4].features(hidden[4][3:], deep[3:])
-    assert torch.allclose(made[4][2:], torch.cat([third, fourth]), atol=1e-6)
+    assert torch.allclose(features[4][2:], torch.cat([third, fourth]), atol=1e-6)

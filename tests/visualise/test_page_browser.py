@@ -69,7 +69,7 @@ def test_hover_shows_the_numbers_of_the_trace(page: Page, trace: LayerTrace) -> 
         assert bars.locator(".token").all_text_contents() == [*map(visible, says.top_texts)]
         probs = [f"{prob:.4f}" for prob in says.top_probs]
         assert bars.locator(".number").all_text_contents() == probs
-        assert [page.locator(f"#readout [data-field={one}]").inner_text() for one in fields] == [
+        assert [page.locator(f"#readout [data-field={key}]").inner_text() for key in fields] == [
             f"{says.confidence:.3f}",
             str(says.rank or "–"),
             "∞" if says.divergence == float("inf") else f"{says.divergence:.3f}",
@@ -80,17 +80,17 @@ def test_cells_have_the_right_frames_and_marks(page: Page, trace: LayerTrace) ->
     marks = set[str]()
     for place in trace.places:
         entry = trace.rounds[place.round]
-        offset = place.index - sum(len(one.tokens) for one in trace.rounds[: place.round])
+        offset = place.index - sum(len(past.tokens) for past in trace.rounds[: place.round])
         vain = {entry.exit_layers[branch[0]] for at, branch in rejected(entry) if at == offset}
         for says in place.layers:
-            found = set(cell(page, trace, place.index, says.layer).get_attribute("class").split())
+            classes = set(cell(page, trace, place.index, says.layer).get_attribute("class").split())
             expected = {"right" if says.top_tokens[0] == place.token else "other"}
             if place.exit_layer == says.layer:
                 expected.add("left")
             elif says.layer in vain:
                 expected.add("rejected")
-            assert found == expected
-            marks |= found
+            assert classes == expected
+            marks |= classes
     assert marks == {"right", "other", "left", "rejected"}
 
 
@@ -101,9 +101,9 @@ def test_hostile_text_stays_text(page: Page, trace: LayerTrace) -> None:
     assert page.title().startswith(trace.info.prompt)
     assert page.evaluate("typeof hacked") == "undefined"
     assert page.locator("img").count() == 0
-    shown = "".join(page.locator("#map td").all_text_contents())
-    assert "<script>" in shown
-    assert "</script>" in shown
+    text = "".join(page.locator("#map td").all_text_contents())
+    assert "<script>" in text
+    assert "</script>" in text
     page.get_by_label("words").uncheck()
     assert not page.locator("#map td span").first.is_visible()
 
@@ -132,18 +132,18 @@ def test_arrow_keys_move_over_tokens_and_cells(page: Page, trace: LayerTrace) ->
 
 
 def test_the_race_follows_the_costs(page: Page, trace: LayerTrace) -> None:
-    found = gain(trace)
-    assert page.locator("h1").inner_text() == found.headline
-    plain = found.tokens - 1
+    draft_gain = gain(trace)
+    assert page.locator("h1").inner_text() == draft_gain.headline
+    plain = draft_gain.tokens - 1
     steps = plain / trace.cost.gain(trace.rounds)
     words = f"With drafts {steps:.1f} steps, plain decoding {plain:.1f} steps"
     assert page.locator("#lanes-hint").inner_text().startswith(words)
     slider = page.get_by_role("slider", name="time")
     slider.evaluate("node => { node.value = 500; node.dispatchEvent(new Event('input')); }")
-    there = int(max(steps, plain) / 2 + 1e-6) + 1
-    shown = "".join(place.text for place in trace.places[:there])
+    count = int(max(steps, plain) / 2 + 1e-6) + 1
+    text = "".join(place.text for place in trace.places[:count])
     spans = page.locator("#plain-text span:not([hidden])")
-    assert "".join(spans.all_text_contents()) == shown
+    assert "".join(spans.all_text_contents()) == text
     page.get_by_role("button", name="play the race").click()
     full = f"{len(trace.places)} of {len(trace.places)}"
     expect(page.locator("#plain-count")).to_have_text(full)
