@@ -42,9 +42,9 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         if given is not None:
             stdin = io.TextIOWrapper(io.BytesIO(given), encoding="utf-8")
             monkeypatch.setattr(sys, "stdin", stdin)
-        found, said = main(arguments), capsys.readouterr()
-        assert found == code, said.err
-        return said
+        status, output = main(arguments), capsys.readouterr()
+        assert status == code, output.err
+        return output
 
     return called
 
@@ -54,8 +54,8 @@ def speculator(monkeypatch: pytest.MonkeyPatch) -> FakeSpeculator:
     """The speculator that every command loads. `loaded` holds the arguments of that call."""
     fake = FakeSpeculator()
 
-    def load(asked: Asked) -> FakeSpeculator:
-        fake.loaded = asked
+    def load(options: Asked) -> FakeSpeculator:
+        fake.loaded = options
         return fake
 
     monkeypatch.setattr(base, "load", load)
@@ -74,7 +74,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) -> Path:
         (train(heads) if name == "others" else heads).save(folder / name)
     (folder / "talks.jsonl").write_text(talk_lines(backbone.model))
     prompts = [{"prompt": text, "task": "QA"} for text in ("a", "b c", "c a b", "a a b")]
-    (folder / "suite.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
+    (folder / "suite.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     return folder
 
 

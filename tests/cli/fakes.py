@@ -101,17 +101,17 @@ class FakeSpeculator:
         """Answer prompts of even index first. An answer's text is its prompt and seed."""
         self.room = options.pop("most"), options.pop("kv_memory")
         self.given = options
-        asked = list(zip(prompts, seeds or itertools.repeat(None), strict=False))
-        for number in sorted(range(len(asked)), key=lambda number: number % 2):
-            prompt, seed = asked[number]
+        requests = list(zip(prompts, seeds or itertools.repeat(None), strict=False))
+        for number in sorted(range(len(requests)), key=lambda number: number % 2):
+            prompt, seed = requests[number]
             self.prompts.append(prompt)
             if number in self.broken:
                 raise self.broken[number]
-            words = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-            if words == "bad":
+            text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            if text == "bad":
                 yield number, InvalidPrompt("no such prompt")
             else:
-                yield number, FakeAnswer(text=f"{words} {seed}")
+                yield number, FakeAnswer(text=f"{text} {seed}")
 
     def session(self) -> FakeSpeculator:
         return self

@@ -71,14 +71,14 @@ def test_chat_keeps_the_conversation_and_the_changes_of_commands(
 ) -> None:
     speculator.answers = list(answers)
     command = ["chat", "--system", "s", "--stats", "--seed", "1"]
-    shown = call(command, given=typed.encode()).err.splitlines()
+    lines = call(command, given=typed.encode()).err.splitlines()
     assert speculator.prompts == asked
     assert speculator.given == {"seed": 1}
     assert not speculator.answers
     figures, errors = "2 tokens, 2.0 tokens per pass", "selfspec: error: too long. /clear"
     wrong = any(isinstance(answer[0], InvalidPrompt) for answer in answers)
-    heard = sum(isinstance(answer[0], str) for answer in answers)
-    assert sorted(shown) == [*[figures] * heard, *[errors] * wrong]
+    count = sum(isinstance(answer[0], str) for answer in answers)
+    assert sorted(lines) == [*[figures] * count, *[errors] * wrong]
     broken = [any(isinstance(p, KeyboardInterrupt) for p in s.pieces) for s in speculator.streams]
     assert [stream.closed for stream in speculator.streams] == broken
 
@@ -88,13 +88,13 @@ def test_chats_are_saved_and_loaded(speculator: FakeSpeculator, call: Call, tmp_
     strange.write_text('{"messages": [{"role": "robot", "content": "x"}]}')
     speculator.answers = [["one"], ["two"], ["three"]]
     typed = f"a\n/save {kept}\n/save {strange}\n/load {strange}\nb\n/load {kept}\nc\n"
-    shown, refused = call(["chat"], given=typed.encode())
-    assert f"read {kept}: 1 question\n" in shown
+    output, errors = call(["chat"], given=typed.encode())
+    assert f"read {kept}: 1 question\n" in output
     assert json.loads(kept.read_text())["messages"] == [user("a"), said("one")]
     assert speculator.prompts[1] == [user("a"), said("one"), user("b")]
     assert speculator.prompts[2] == [user("a"), said("one"), user("c")]
-    assert "was not written by selfspec" in refused
-    assert "is no conversation" in refused
+    assert "was not written by selfspec" in errors
+    assert "is no conversation" in errors
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_chats_are_saved_and_loaded(speculator: FakeSpeculator, call: Call, tmp_
 def test_a_wrong_command_is_reported_on_one_line(
     line: str, words: str, speculator: FakeSpeculator, call: Call
 ) -> None:
-    (shown,) = call(["chat"], given=f"{line}\n".encode()).err.splitlines()
-    assert words in shown
+    (message,) = call(["chat"], given=f"{line}\n".encode()).err.splitlines()
+    assert words in message
     assert speculator.prompts == []
 
 
@@ -121,11 +121,11 @@ def test_a_trace_needs_no_file(
 ) -> None:
     traced = list[Any]()
     monkeypatch.setattr(
-        "selfspec.visualise.look.inspect", lambda _, asked, **__: MagicMock(asked=asked)
+        "selfspec.visualise.look.inspect", lambda _, prompt, **__: MagicMock(asked=prompt)
     )
-    monkeypatch.setattr("selfspec.visualise.views.show", lambda found, _: traced.append(found))
+    monkeypatch.setattr("selfspec.visualise.views.show", lambda trace, _: traced.append(trace))
     call(["chat"], given=b"a\n/trace\n")
-    assert [found.asked for found in traced] == [[user("a")]]
+    assert [trace.asked for trace in traced] == [[user("a")]]
 
 
 # --- a terminal
@@ -166,9 +166,9 @@ class Terminal:
     """A chat with a fake model, 40 columns wide. Answers queries for the cursor position."""
 
     def __init__(self, state: Path, *arguments: str, term: str = "xterm-256color") -> None:
-        set_here = ("NO_COLOR", "COLUMNS", "LINES")  # pytest-xdist sets the last two
-        inherited = {key: value for key, value in os.environ.items() if key not in set_here}
-        own = {"TERM": term, "XDG_STATE_HOME": str(state)}
+        dropped = ("NO_COLOR", "COLUMNS", "LINES")  # pytest-xdist sets the last two
+        inherited = {key: value for key, value in os.environ.items() if key not in dropped}
+        changes = {"TERM": term, "XDG_STATE_HOME": str(state)}
         self.process = pexpect.spawn(
             sys.executable,
             ["-c", ANSWERS, "chat", *arguments],
@@ -176,7 +176,7 @@ class Terminal:
             dimensions=(24, 40),
             encoding="utf-8",
             timeout=60,
-            env={**inherited, **own},
+            env={**inherited, **changes},
         )
         self.expect("> " if term == "dumb" else WAITS)
 
@@ -200,13 +200,13 @@ class Terminal:
 def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     opened: list[Terminal] = []
 
-    def chat(*arguments: str, **own: str) -> Terminal:
-        opened.append(Terminal(tmp_path, *arguments, **own))
+    def chat(*arguments: str, **options: str) -> Terminal:
+        opened.append(Terminal(tmp_path, *arguments, **options))
         return opened[-1]
 
     yield chat
-    for one in opened:
-        one.process.close(force=True)
+    for session in opened:
+        session.process.close(force=True)
 
 
 def test_in_a_terminal(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_in_a_terminal(terminal: Callable[..., Terminal], tmp_path: Path) -> Non
     chat.expect(" …")
     chat.send("\x04")
     assert chat.end() == 0
-    said = json.loads((tmp_path / "talk").read_text())["messages"]
-    assert [entry["content"] for entry in said[::2]] == ["one\ntwo", "a\nb\nc", "long"]
-    assert said[-1]["content"].startswith("<long>0 <long>1 ")
+    messages = json.loads((tmp_path / "talk").read_text())["messages"]
+    assert [entry["content"] for entry in messages[::2]] == ["one\ntwo", "a\nb\nc", "long"]
+    assert messages[-1]["content"].startswith("<long>0 <long>1 ")
     history = tmp_path / "selfspec" / "chat-history"
     assert history.stat().st_mode & 0o777 == 0o600
     assert "+long\n" in history.read_text()

@@ -41,8 +41,8 @@ def test_a_prompt_is_answered_on_stdout_and_statistics_go_to_stderr(
     arguments: list[str], given: str, prompt: Any, err: str, speculator: FakeSpeculator, call: Call
 ) -> None:
     Path("prompt.txt").write_text("from a file\n")
-    found = call(["generate", *arguments], given=given.encode())
-    assert tuple(found) == ("Hello you.\n", err)
+    captured = call(["generate", *arguments], given=given.encode())
+    assert tuple(captured) == ("Hello you.\n", err)
     assert speculator.prompts == [prompt]
     assert speculator.given["raw"] is ("--raw" in arguments)
 
@@ -91,8 +91,8 @@ def test_a_schema_or_a_grammar_is_read_from_a_file(
     assert speculator.given["json_schema"] == {"type": "string"}
     assert main(["generate", "hi", "--grammar", str(grammar)]) == 0
     assert speculator.given["grammar"] == 'start: "yes" | "no"'
-    both = ["--json-schema", str(schema), "--grammar", str(grammar)]
-    assert "both given" in call(["generate", "hi", *both], 2).err
+    flags = ["--json-schema", str(schema), "--grammar", str(grammar)]
+    assert "both given" in call(["generate", "hi", *flags], 2).err
     schema.write_text('{"type": "x"}')
     assert "Invalid type" in call(["generate", "hi", "--json-schema", str(schema)], 2).err
 
@@ -102,10 +102,10 @@ def test_a_cut_answer_is_reported_unless_its_length_was_given(
     command: str, speculator: FakeSpeculator, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setattr(FakeStream, "result", FakeAnswer(token_ids=[5], stop_reason="length"))
-    for flags, said in (([], True), (["--max-new-tokens", "2"], False), (["-q"], False)):
+    for flags, warned in (([], True), (["--max-new-tokens", "2"], False), (["-q"], False)):
         speculator.answers = [["one"]]
-        heard = call([command, *flags], given=b"a\n").err
-        assert ("cut after 1 token; more: --max-new-tokens" in heard) is said
+        errors = call([command, *flags], given=b"a\n").err
+        assert ("cut after 1 token; more: --max-new-tokens" in errors) is warned
 
 
 # --- many prompts
@@ -135,7 +135,7 @@ def texts() -> list[str | None]:
 
 
 def test_answers_are_in_order(speculator: FakeSpeculator, asked: list[str], call: Call) -> None:
-    said = call([*asked, "--seed", "5", "--max-new-tokens", "9"]).out
+    output = call([*asked, "--seed", "5", "--max-new-tokens", "9"]).out
     assert texts() == ["one 5", "two 6", None, "four 8"]
     first, _, third, _ = map(json.loads, OUT.read_text().splitlines())
     assert third["error"] == "no such prompt"
@@ -143,7 +143,7 @@ def test_answers_are_in_order(speculator: FakeSpeculator, asked: list[str], call
     assert speculator.given == {"max_new_tokens": 9, "raw": False}
     assert speculator.room == (engine.MOST_TEXTS, None)
     failed = ", without an answer: 1; the first: no such prompt\n"
-    assert re.search(rf"3 answers, 6 tokens \(\d+ tokens/s with prompts\){failed}", said)
+    assert re.search(rf"3 answers, 6 tokens \(\d+ tokens/s with prompts\){failed}", output)
     assert not PARTIAL.exists()
 
 
@@ -164,14 +164,14 @@ def test_overwrite_replaces_an_old_run_and_a_damaged_one_is_named(
 ) -> None:
     speculator.broken = {1: KeyboardInterrupt()}
     assert main([*asked, "--seed", "5"]) == 130
-    head, line, *_ = whole = PARTIAL.read_text().splitlines()
+    head, line, *_ = lines = PARTIAL.read_text().splitlines()
     for damage in ("{", '{"text": "no index"}', "[]"):
         PARTIAL.write_text("\n".join((head, damage, line, "")))
         assert f"{PARTIAL} is damaged. Remove it" in call([*asked, "--seed", "5"], 2).err
     PARTIAL.write_text("mine\n")
     assert main([*asked, "--overwrite"]) == 2
     assert PARTIAL.read_text() == "mine\n"
-    PARTIAL.write_text("\n".join((*whole, "")))
+    PARTIAL.write_text("\n".join((*lines, "")))
     speculator.broken = {}
     assert main([*asked, "--seed", "6", "--overwrite"]) == 0
     assert texts() == ["one 6", "two 7", None, "four 9"]
@@ -217,21 +217,21 @@ def test_demo_says_whether_texts_are_the_same(call: Call, monkeypatch: pytest.Mo
     monkeypatch.setattr(speculator.model.generation_config, "stop_strings", ["zzz"])
     monkeypatch.setattr(base, "load", lambda _, **__: speculator)
     demo = ["demo", "a", "--max-new-tokens", "12", "--raw"]
-    theirs, ours, verdict = call(demo).out.split("\n\n", 2)
-    text = theirs.splitlines()[1:-1]
+    reference, answer, verdict = call(demo).out.split("\n\n", 2)
+    text = reference.splitlines()[1:-1]
     assert text  # of twelve tokens one has text
-    assert ours.splitlines()[1:-1] == text
+    assert answer.splitlines()[1:-1] == text
     numbers = re.sub(r"[\d.]+", "N", verdict)
     assert numbers.startswith("Hugging Face N tokens/s, selfspec N tokens/s: ")
     assert verdict.endswith("; same text: yes\n")
-    right = generate.theirs
+    real = generate.theirs
     monkeypatch.setattr(
-        generate, "theirs", lambda *given: [*(found := right(*given))[:3], found[3] + 1, *found[4:]]
+        generate, "theirs", lambda *args: [*(found := real(*args))[:3], found[3] + 1, *found[4:]]
     )
     assert "same text: no, token 4 differs" in call(demo, 1).out
     assert "max_new_tokens is 0, expected" in call([*demo[:2], "--max-new-tokens", "0"], 2).err
 
 
 def test_the_gain_is_the_measured_one() -> None:
-    said = [generate.verdict(None, gain).partition(";")[0] for gain in (1.5, 1.01, 0.5)]
-    assert said == ["1.5× faster", "about as fast", "2.0× slower"]
+    words = [generate.verdict(None, gain).partition(";")[0] for gain in (1.5, 1.01, 0.5)]
+    assert words == ["1.5× faster", "about as fast", "2.0× slower"]

@@ -47,8 +47,8 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_heads_that_a_full_disk_forgets_are_not_called_nameless(toy: Path, call: Call) -> None:
     (toy.parents[1] / "cache").write_text("in the way")
-    assert "cannot write" in (said := call(["heads", "use", str(toy)], 2).err)
-    assert "which weights they are for" not in said
+    assert "cannot write" in (error := call(["heads", "use", str(toy)], 2).err)
+    assert "which weights they are for" not in error
 
 
 def test_list_names_all_heads_and_skips_a_damaged_folder(toy: Path, call: Call) -> None:
@@ -65,8 +65,8 @@ def test_list_names_all_heads_and_skips_a_damaged_folder(toy: Path, call: Call) 
     assert "bad/config.json" in captured.err
     save_tiny(toy.parents[1] / "untaught")
     (toy.parents[1] / "untaught" / "chat_template.jinja").unlink()
-    said = call(["generate", "a", "--model", str(toy.parents[1] / "untaught")], 2).err
-    assert "no chat template: is it a base model?" in said
+    error = call(["generate", "a", "--model", str(toy.parents[1] / "untaught")], 2).err
+    assert "no chat template: is it a base model?" in error
 
 
 def test_show_reads_the_config_only(toy: Path, call: Call) -> None:
@@ -76,11 +76,11 @@ def test_show_reads_the_config_only(toy: Path, call: Call) -> None:
     lines = dict(line.split(maxsplit=1) for line in shown)
     assert lines["exit_layers"] == "2, 4"
     assert lines["defaults"] == '{"drafter": "exit:threshold=0.7"}'
-    before = {**TRAINING, "before": {**TRAINING, "steps": 77}}
-    make_config(**{**CONFIG, "training": before}).write(toy)
-    said = call(["heads", "show", str(toy)]).out
-    assert '"before": "an earlier fit, which --json shows"' in said
-    assert "77" not in said
+    training = {**TRAINING, "before": {**TRAINING, "steps": 77}}
+    make_config(**{**CONFIG, "training": training}).write(toy)
+    output = call(["heads", "show", str(toy)]).out
+    assert '"before": "an earlier fit, which --json shows"' in output
+    assert "77" not in output
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_check_says_ok_or_fails_with_the_reason(
     monkeypatch.setattr(facade, "load", load)
     monkeypatch.setattr("selfspec.cli.heads.incomplete", lambda _: ["cut off"] * (code == 1))
     reasons = dict.fromkeys(["cut off", str(error)])  # each said once
-    shown = ["OK: toy fit fake\n", "".join(f"failed: {one}\n" for one in reasons), ""][code]
-    said = call(["heads", "check", "toy", "--model", "m"], code)
-    assert tuple(said) == (shown, f"selfspec: error: {error}\n" * (code == 2))
+    lines = ["OK: toy fit fake\n", "".join(f"failed: {reason}\n" for reason in reasons), ""][code]
+    output = call(["heads", "check", "toy", "--model", "m"], code)
+    assert tuple(output) == (lines, f"selfspec: error: {error}\n" * (code == 2))
 
 
 @pytest.mark.parametrize(
@@ -132,23 +132,23 @@ def test_check_names_the_wrong_file(
 
 
 def test_pulled_heads_are_found_and_replaced(toy: Path, tmp_path: Path, call: Call) -> None:
-    elsewhere = toy.rename(tmp_path / "mine")
-    (elsewhere / "notes.txt").write_text("not taken along")
+    source = toy.rename(tmp_path / "mine")
+    (source / "notes.txt").write_text("not taken along")
     for version in (b"one", b"two"):
-        (elsewhere / "model.safetensors").write_bytes(version)
-        pull = ["heads", "pull", str(elsewhere)]
-        said = call(pull, 0 if version == b"one" else 2).err
-        assert ("there are heads called mine. Give --as NAME" in said) is (version == b"two")
+        (source / "model.safetensors").write_bytes(version)
+        pull = ["heads", "pull", str(source)]
+        error = call(pull, 0 if version == b"one" else 2).err
+        assert ("there are heads called mine. Give --as NAME" in error) is (version == b"two")
         assert main([*pull, "--overwrite"]) == 0
-        found = hub.resolve_heads("mine")
-        assert found == hub.pulled_heads() / "mine"
-        assert (found / "model.safetensors").read_bytes() == version
-    assert sorted(path.name for path in found.parent.iterdir()) == ["mine"]
-    assert not (found / "notes.txt").exists()
-    assert main(["heads", "pull", str(elsewhere), "--as", "theirs"]) == 0
+        heads = hub.resolve_heads("mine")
+        assert heads == hub.pulled_heads() / "mine"
+        assert (heads / "model.safetensors").read_bytes() == version
+    assert sorted(path.name for path in heads.parent.iterdir()) == ["mine"]
+    assert not (heads / "notes.txt").exists()
+    assert main(["heads", "pull", str(source), "--as", "theirs"]) == 0
     assert hub.resolve_heads("theirs") == hub.pulled_heads() / "theirs"
-    for name, called in ((str(elsewhere), "../up"), (str(elsewhere), "a/b"), ("a/mine", "b")):
-        assert "name" in call(["heads", "pull", name, "--as", called], 2).err
+    for name, alias in ((str(source), "../up"), (str(source), "a/b"), ("a/mine", "b")):
+        assert "name" in call(["heads", "pull", name, "--as", alias], 2).err
     assert "is there already" in call(["heads", "pull", "mine"]).out
 
 
@@ -188,6 +188,6 @@ PLACED: dict[str, Any] = {
 def test_only_plain_files_are_pulled(name: str, kind: str, toy: Path, call: Call) -> None:
     (toy / name).rename((toy / name).with_suffix(".kept"))
     PLACED[kind](toy / name)
-    said = call(["heads", "pull", str(toy)], 2).err
-    assert ("format version None" in said) is (kind == "no heads")
+    error = call(["heads", "pull", str(toy)], 2).err
+    assert ("format version None" in error) is (kind == "no heads")
     assert not hub.pulled_heads().exists()

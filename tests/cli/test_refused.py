@@ -48,8 +48,8 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
     furnish(folder)
     shutil.copytree(made / "heads", folder / "heads")
     shutil.copy(made / "talks.jsonl", folder)
-    good = {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
-    (folder / "bad.jsonl").write_text(json.dumps(good) + '\n{"messages": [\n')
+    row = {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
+    (folder / "bad.jsonl").write_text(json.dumps(row) + '\n{"messages": [\n')
     (folder / "read.jsonl").write_text('{"input_ids": [1, 2], "answers": []}\n')
     (folder / "half").mkdir()
     (folder / "half" / "manifest.json").write_text('{"format_version": 3}')
@@ -88,10 +88,10 @@ def refused(furnished: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> Ref
     def refuse(line: str | list[str], words: str = "", given: bytes | None = b"") -> str:
         before = snapshot(Path.cwd())
         with patience():
-            said = call(words_of(line) if isinstance(line, str) else line, 2, given=given).err
-        lines = [line for line in said.splitlines() if "selfspec: error: " in line]
-        assert len(lines) == 1, said[-2000:]
-        assert "Traceback" not in said
+            error = call(words_of(line) if isinstance(line, str) else line, 2, given=given).err
+        lines = [line for line in error.splitlines() if "selfspec: error: " in line]
+        assert len(lines) == 1, error[-2000:]
+        assert "Traceback" not in error
         assert len(lines[0]) > len("selfspec: error: ") + 10
         assert words in lines[0], lines[0]
         assert snapshot(Path.cwd()) == before
@@ -230,8 +230,8 @@ generate a L --device meta                       | device is meta, where nothing
 
 
 def cases(lines: str) -> list[tuple[str, str]]:
-    found = [line.rpartition("|") for line in lines.strip().splitlines()]
-    return [(line.rstrip(), words.strip()) for line, _, words in found]
+    rows = [line.rpartition("|") for line in lines.strip().splitlines()]
+    return [(line.rstrip(), words.strip()) for line, _, words in rows]
 
 
 @pytest.mark.usefixtures("empty_cache")  # heads pulled by other tests may bring a template
@@ -340,8 +340,8 @@ report missing --output hidden/nowhere\0
 
 @pytest.mark.parametrize("writer", WRITERS.strip().splitlines())
 def test_files_in_the_way_of_an_output_stay(writer: str, refused: Refused) -> None:
-    said = refused(f"{writer} --overwrite")
-    assert "missing" not in said  # refused before the model or run is looked up
+    error = refused(f"{writer} --overwrite")
+    assert "missing" not in error  # refused before the model or run is looked up
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,11 @@ MODEL = ["--model", "model", "--dtype", "float32"]
 
 def next_commands(call: Call, words: list[str]) -> list[str]:
     """Run a command; the next commands that it suggests, each checked for known flags."""
-    said = call(words).err.splitlines()
-    found = [line.removeprefix("next: ") for line in said if line.startswith("next: ")]
-    for command in found:
+    lines = call(words).err.splitlines()
+    commands = [line.removeprefix("next: ") for line in lines if line.startswith("next: ")]
+    for command in commands:
         assert "nowhere" in call([*shlex.split(command)[1:], "--config", "nowhere.yaml"], 2).err
-    return found
+    return commands
 
 
 # --- data
@@ -77,8 +77,8 @@ def recipes(workplace: Path) -> Path:
 
 
 def run_record(output: str = "out.jsonl") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(output + ".run.json").read_text())
-    return found
+    record: dict[str, Any] = json.loads(Path(output + ".run.json").read_text())
+    return record
 
 
 def test_the_model_writes_conversations_and_counts_them(recipes: Path, call: Call) -> None:
@@ -92,11 +92,11 @@ def test_the_model_writes_conversations_and_counts_them(recipes: Path, call: Cal
     assert output.err.splitlines()[-1] == (
         "next: selfspec fit --data out.jsonl --output heads --model words --dtype float32"
     )
-    recorded = run_record()
-    assert recorded["options"]["max_new_tokens"] == 20
-    assert recorded["options"]["model"] == "words"
-    assert recorded["versions"].keys() >= {"torch", "transformers", "threads"}
-    assert {line["seed"] for line in lines} <= set(recorded["seeds"])
+    record = run_record()
+    assert record["options"]["max_new_tokens"] == 20
+    assert record["options"]["model"] == "words"
+    assert record["versions"].keys() >= {"torch", "transformers", "threads"}
+    assert {line["seed"] for line in lines} <= set(record["seeds"])
     # and other options for the same file are refused by name
     before = (recipes / "out.jsonl").read_bytes()
     for flag, value, reason in (
@@ -115,17 +115,17 @@ def test_own_prompts_passages_and_excluded_texts_are_used(recipes: Path, call: C
     (recipes / "docs" / "a.txt").write_text("c c c a b\n\nb b a")
     (recipes / "own.jsonl").write_text('{"turns": ["a a a c"]}\n{"text": "b b b c"}\n')
     (recipes / "bench.jsonl").write_text('{"id": 3, "turns": ["b b b b b b b b"]}\n')
-    given = ["--passages", "docs", "--questions", "own.jsonl", "--exclude", "bench.jsonl"]
-    given += ["--config", "given.yaml"]  # with the recipe that is built in
-    assert main([*INVENT, *given]) == 0
+    flags = ["--passages", "docs", "--questions", "own.jsonl", "--exclude", "bench.jsonl"]
+    flags += ["--config", "given.yaml"]  # with the recipe that is built in
+    assert main([*INVENT, *flags]) == 0
     lines = read(recipes / "out.jsonl")
     assert {"a a a c", "b b b c"} & {line["messages"][0]["content"] for line in lines}
-    recorded = run_record()["options"]
-    assert recorded["passages"]
-    assert recorded["recipe"]
-    assert recorded["questions"].startswith("own.jsonl, ")
+    options = run_record()["options"]
+    assert options["passages"]
+    assert options["recipe"]
+    assert options["questions"].startswith("own.jsonl, ")
     (recipes / "bench.jsonl").write_text('{"turns": ["c c c c c c c c"]}\n')
-    assert "begun with excluded" in call([*INVENT, *given], 2).err
+    assert "begun with excluded" in call([*INVENT, *flags], 2).err
 
 
 def test_the_user_turns_of_a_file_are_answered(recipes: Path, call: Call) -> None:
@@ -139,8 +139,8 @@ def test_the_user_turns_of_a_file_are_answered(recipes: Path, call: Call) -> Non
     assert output.out.endswith("; dropped: 2 bad rows\n")
     assert "bad.json: skipped 2 bad rows, the first: item 1 holds a whole number" in output.err
     (recipes / "long.json").write_text(json.dumps([{"turns": ["a " * 99]}]))
-    given = [*GIVEN[:-1], "none.jsonl", "--from", "long.json", "--max-prompt-tokens", "32"]
-    assert "none.jsonl holds no conversation. Dropped: 1 too long" in call(given, 2).err
+    command = [*GIVEN[:-1], "none.jsonl", "--from", "long.json", "--max-prompt-tokens", "32"]
+    assert "none.jsonl holds no conversation. Dropped: 1 too long" in call(command, 2).err
 
 
 def test_a_stopped_run_resumes(recipes: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +177,8 @@ FIT = ["fit", *MODEL, "--batch-tokens", "64", "--data", "talks.jsonl", "--output
 
 def test_fit_follows_presets_recipes_and_flags(workplace: Path, call: Call) -> None:
     (workplace / "recipe.yaml").write_text("epochs: 3\nvalidation: talks.jsonl\n")
-    given = ["--config", "recipe.yaml", "--exit-layers", "2,3", "--preset", "specbound"]
-    output = call([*FIT, *given, "--max-tokens", "60", "--epochs", "1"])
+    flags = ["--config", "recipe.yaml", "--exit-layers", "2,3", "--preset", "specbound"]
+    output = call([*FIT, *flags, "--max-tokens", "60", "--epochs", "1"])
     config = HeadsConfig.read(workplace / "out")
     assert (config.base_model, config.exit_layers) == ("model", (2, 3))
     assert config.draft_vocab_size is None
@@ -190,11 +190,11 @@ def test_fit_follows_presets_recipes_and_flags(workplace: Path, call: Call) -> N
     assert (run["exit_layers"], run["batch_tokens"], run["epochs"]) == ([2, 3], 64, 1)
     assert (run["data"], run["dtype"]) == ("talks.jsonl", "float32")
     assert (run["head_type"], run["learning_rate"]) == ("linear", 3e-5)
-    more = [*FIT[:-1], "more", "--start-from", "out", "--epochs", "1"]
+    command = [*FIT[:-1], "more", "--start-from", "out", "--epochs", "1"]
     for name, value in (("inner_size", "3"), ("preset", "specbound")):
         flag = f"--{name.replace('_', '-')}"
-        assert f"{name} with start_from: the heads" in call([*more, flag, value], 2).err
-    assert main(more) == 0
+        assert f"{name} with start_from: the heads" in call([*command, flag, value], 2).err
+    assert main(command) == 0
     config = HeadsConfig.read(workplace / "more")
     assert (config.head_type, config.exit_layers) == ("linear", (2, 3))
 
@@ -211,8 +211,8 @@ def test_a_stopped_fit_names_the_command_that_continues_it(
     with monkeypatch.context() as patch:
         patch.setattr(fit.Trainer, "_save", once)
         assert "out: the same command continues it" in call(FIT, 130).err
-        said = call([*FIT, "--overwrite"], 130).err  # starts over
-    assert "out: the same command without --overwrite continues it" in said
+        error = call([*FIT, "--overwrite"], 130).err  # starts over
+    assert "out: the same command without --overwrite continues it" in error
     call(FIT)
 
 
@@ -229,14 +229,14 @@ def test_features_are_cached_and_fitted_to(where: str, workplace: Path, call: Ca
     make, calibrate = next_commands(call, [*shared, "--cache", where, "--output", "cached"])
     assert make.startswith("selfspec data --output held-out.jsonl --tokens ")
     assert "calibrate --heads cached --data held-out.jsonl" in calibrate
-    more = ["--validation", "talks.jsonl", "--batch-tokens", "64"]
-    for folder, text in (("a", ["--cache", where]), ("b", ["--data", "talks.jsonl"])):
-        assert call([*shared, *text, *more, "--output", folder]).out.count("second draft") == 2
+    flags = ["--validation", "talks.jsonl", "--batch-tokens", "64"]
+    for folder, source in (("a", ["--cache", where]), ("b", ["--data", "talks.jsonl"])):
+        assert call([*shared, *source, *flags, "--output", folder]).out.count("second draft") == 2
     one, other = (workplace / name / "model.safetensors" for name in ("a", "b"))
     assert one.read_bytes() == other.read_bytes()
     assert not (workplace / "a" / CHECKPOINT).exists()
     assert HeadsConfig.read(workplace / "a").exit_layers == (0, 3)
-    call(["fit", *MODEL, "--cache", where, "--head-type", "translator", "--output", "c", *more])
+    call(["fit", *MODEL, "--cache", where, "--head-type", "translator", "--output", "c", *flags])
     assert HeadsConfig.read(workplace / "c").exit_layers == (2, 3), "no head but deep-fused reads 0"
 
 
@@ -264,14 +264,14 @@ def test_two_processes_take_the_same_steps_as_one(workplace: Path) -> None:
         os.waitpid(child, 0)
     metrics = json.loads((workplace / "together" / "metrics.json").read_text())
     assert metrics["processes"] == 2
-    one, two = (
+    single, pair = (
         [json.loads(line) for line in (workplace / folder / "metrics.jsonl").open()]
         for folder in ("alone", "together")
     )
-    for ours, theirs in zip(one, two, strict=True):
+    for expected, row in zip(single, pair, strict=True):
         # float32 sums in another order; largest relative difference measured: 4e-7
-        assert theirs.pop("train_loss") == pytest.approx(ours.pop("train_loss"), rel=1e-5)
-        assert theirs == ours, "what is measured is a count"
+        assert row.pop("train_loss") == pytest.approx(expected.pop("train_loss"), rel=1e-5)
+        assert row == expected, "what is measured is a count"
     alone, together = (load_file(f"{name}/model.safetensors") for name in ("alone", "together"))
     for name, tensor in alone.items():  # largest difference measured: 4.1e-7
         torch.testing.assert_close(together[name], tensor, rtol=0, atol=4e-6)
@@ -279,9 +279,9 @@ def test_two_processes_take_the_same_steps_as_one(workplace: Path) -> None:
 
 def require_same_text(call: Call, *drafts: str) -> None:
     """Check that heads on the embedding draft and change no token."""
-    asked = ["generate", *MODEL, "--max-new-tokens", "12", "--json", "a b"]
-    flags = ["--no-speculate"], drafts
-    plain, drafted = (json.loads(call([*asked, *given]).out) for given in flags)
+    command = ["generate", *MODEL, "--max-new-tokens", "12", "--json", "a b"]
+    ways = ["--no-speculate"], drafts
+    plain, drafted = (json.loads(call([*command, *way]).out) for way in ways)
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["stats"]["drafted_by_layer"]["0"] > 0
 
@@ -304,8 +304,8 @@ def test_medusa_heads_are_fitted_and_draft_uncalibrated(workplace: Path, call: C
     last = next_commands(call, [*shared, *data, "--output", "b"])[-1]
     assert last.startswith("selfspec bench --heads b --methods plain,medusa")
     assert HeadsConfig.read(workplace / "b").num_heads == 5
-    said = "OK: b (medusa, 5 heads, each a token further ahead) fit model"
-    assert said in call(["heads", "check", "b", "--model", "model"]).out
+    line = "OK: b (medusa, 5 heads, each a token further ahead) fit model"
+    assert line in call(["heads", "check", "b", "--model", "model"]).out
     calibrate = ["calibrate", *MODEL, "--heads", "b", "--data", "talks.jsonl"]
     assert "b holds medusa heads" in call(calibrate, 2).err
     require_same_text(call, "--heads", "b", "--drafter", "exit", "--costs", "row=0.01")
@@ -321,14 +321,14 @@ def test_a_datastore_drafts_and_belongs_to_its_vocabulary(workplace: Path, call:
     command += ["--data", "talks.jsonl"]
     assert call([*command, "--texts", "texts"]).out == "it.safetensors: 13 texts, 297 tokens\n"
     assert "is there already. Give --overwrite" in call(command, 2).err
-    drafted = ["--datastore", "it.safetensors", "--drafter", "rest"]
+    flags = ["--datastore", "it.safetensors", "--drafter", "rest"]
     talks = [json.loads(line)["input_ids"] for line in Path("talks.jsonl").read_text().splitlines()]
-    found = load(
+    speculator = load(
         "model", dtype="float32", datastore="it.safetensors", drafter="rest", costs="row=0"
     )
-    assert found.generate(talks[0][:7], max_new_tokens=5).stats.accepted_by_source["rest"] > 0
-    said = call(["generate", "a", "--model", "words", *drafted], 2).err
-    assert "is of another vocabulary than the model's" in said
+    assert speculator.generate(talks[0][:7], max_new_tokens=5).stats.accepted_by_source["rest"] > 0
+    error = call(["generate", "a", "--model", "words", *flags], 2).err
+    assert "is of another vocabulary than the model's" in error
 
 
 # --- calibrate
@@ -342,22 +342,22 @@ def test_a_dry_run_only_reports_and_then_defaults_are_written_into_the_heads(
     heads.unlink()
     call([*FIT[:-1], "heads", "--exit-layers", "0,2,4", "--draft-vocab-size", "90"])
     command = ["calibrate", *MODEL, "--heads", "heads", "--data", "talks.jsonl"]
-    kept = (heads / "config.json").read_bytes()
+    config = (heads / "config.json").read_bytes()
     report = json.loads(call([*command, "--dry-run", "--json"]).out)
     assert report["layers"].keys() == {"0", "2", "4"}
-    assert (heads / "config.json").read_bytes() == kept
+    assert (heads / "config.json").read_bytes() == config
     assert not (heads / "calibration.json").exists()
-    before, said = HeadsConfig.read(heads), call(command)
+    before, output = HeadsConfig.read(heads), call(command)
     after = HeadsConfig.read(heads)
     assert (before.defaults, before.temperatures) == ({"drafter": "ngram+exit"}, {})
     assert after.temperatures.keys() == {"0", "2", "4"}
     layers = SpeculationOptions().updated(after.defaults).exit.layers
     assert layers is not None
     assert set(layers) <= {0, 2, 4}
-    assert f"exit layers {list(layers)}" in said.out
-    assert "210 held-out positions" in said.out
-    assert "wrote heads/config.json" in said.err
-    assert said.err.splitlines()[-1] == (
+    assert f"exit layers {list(layers)}" in output.out
+    assert "210 held-out positions" in output.out
+    assert "wrote heads/config.json" in output.err
+    assert output.err.splitlines()[-1] == (
         "next: selfspec tune --heads heads --model model --dtype float32"
     )
 
@@ -370,9 +370,9 @@ def test_the_entropy_threshold_becomes_a_default_that_is_kept(workplace: Path, c
     assert "no --data" in call(command, 2).err
     command += ["--data", "talks.jsonl"]
     assert "not stored: use --acceptance easd:entropy=" in call(command).out
-    found = json.loads(call([*command, "--heads", "heads", "--dry-run", "--json"]).out)
-    assert found.keys() == {"entropy_threshold", "positions", "mean_entropy"}
-    assert 0 < found["mean_entropy"] < (value := found["entropy_threshold"])
+    report = json.loads(call([*command, "--heads", "heads", "--dry-run", "--json"]).out)
+    assert report.keys() == {"entropy_threshold", "positions", "mean_entropy"}
+    assert 0 < report["mean_entropy"] < (value := report["entropy_threshold"])
     assert HeadsConfig.read(workplace / "heads") == before
     assert f"entropy threshold {value} nats" in call([*command, "--heads", "heads"]).out
     after = HeadsConfig.read(workplace / "heads")
@@ -381,8 +381,8 @@ def test_the_entropy_threshold_becomes_a_default_that_is_kept(workplace: Path, c
     assert speculator.options.acceptance == Easd(entropy=value)
     assert not speculator.generate([5, 6, 7], max_new_tokens=4).stats.lossless
     assert main(["calibrate", *MODEL, "--heads", "heads", "--data", "talks.jsonl"]) == 0
-    kept = HeadsConfig.read(workplace / "heads").defaults
-    assert SpeculationOptions().updated(kept).easd.entropy == value
+    defaults = HeadsConfig.read(workplace / "heads").defaults
+    assert SpeculationOptions().updated(defaults).easd.entropy == value
 
 
 # --- a fit killed at any point gives the same heads in the end; heads are old or new, never mixed
@@ -409,19 +409,19 @@ def moments(*more: str) -> list[str]:
     def watched(run: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             pass_moment(f"before {name}")
-            found = run(*arguments, **options)
+            outcome = run(*arguments, **options)
             pass_moment(f"after {name}")
-            return found
+            return outcome
 
         return call
 
     def half(run: Callable[..., None]) -> Callable[..., None]:
         def save(tensors: Any, path: Path, metadata: Any) -> None:
             run(tensors, path, metadata)
-            whole = path.read_bytes()
-            path.write_bytes(whole[: len(whole) // 2])
+            content = path.read_bytes()
+            path.write_bytes(content[: len(content) // 2])
             pass_moment("half of a file")
-            path.write_bytes(whole)
+            path.write_bytes(content)
 
         return save
 
@@ -467,18 +467,18 @@ def test_heads_being_replaced_are_the_old_ones_or_the_new_ones(backbone: Backbon
     PLACE.mkdir()
 
     def loaded(folder: Path) -> dict[str, Any]:
-        found = ExitHeads.from_pretrained(folder, backbone, "tiny")
-        tensors = {name: tensor.tolist() for name, tensor in found.state_dict().items()}
-        return {"config": found.config, **tensors}
+        heads = ExitHeads.from_pretrained(folder, backbone, "tiny")
+        tensors = {name: tensor.tolist() for name, tensor in heads.state_dict().items()}
+        return {"config": heads.config, **tensors}
 
     assert main([*KILLED, *EPOCHS]) == 0
     old, other = loaded(OUT), ("--epochs", "1", "--learning-rate", "0.5")
     names = moments(*other, "--overwrite")
     new = loaded(OUT)
     writing = len(names) - names[::-1].index("after agreements")
-    seen = [loaded(KEPT / str(moment) / "out") for moment in range(writing, len(names) + 1)]
-    assert seen.count(old) + seen.count(new) == len(seen)
-    assert min(seen.count(old), seen.count(new)) > 1
+    states = [loaded(KEPT / str(moment) / "out") for moment in range(writing, len(names) + 1)]
+    assert states.count(old) + states.count(new) == len(states)
+    assert min(states.count(old), states.count(new)) > 1
     left_at(random.Random(0).randrange(writing, len(names) + 1))
     assert main([*KILLED, *other]) in (0, 2)
     assert loaded(OUT) == new

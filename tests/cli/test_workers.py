@@ -47,8 +47,8 @@ def test_a_killed_workers_batch_is_written(place: Path, monkeypatch: pytest.Monk
     def appended(self: Writer, *batch: Any) -> None:
         append(self, *batch)
         if not victims:
-            everything = psutil.Process().children(recursive=True)
-            workers = [one for one in everything if "ray::_Worker" in " ".join(one.cmdline())]
+            children = psutil.Process().children(recursive=True)
+            workers = [child for child in children if "ray::_Worker" in " ".join(child.cmdline())]
             victims.append(workers[0])
             victims[0].suspend()
             threading.Timer(2.0, victims[0].kill).start()
