@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from selfspec.api.speculator import Speculator
     from selfspec.api.stream import Generation
 
-Asked = dict[str, Any]  # a command's options by flag name; typed and checked
+Args = dict[str, Any]  # a command's options by flag name; typed and checked
 
 
-class Named(Asked):
+class Given(Args):
     """Options, and the `names` of those from flags or --config, not from the default file."""
 
     names: frozenset[str] = frozenset()
@@ -211,12 +211,12 @@ _known: set[str] = set()  # names of all commands' flags: keys that the default 
 
 
 def with_flags(*flags: Flag) -> Callable[[Command], Command]:
-    """Give a command `flags`, --config and --help-all; it receives them as the mapping `asked`."""
+    """Give a command `flags`, --config and --help-all; it receives them as the mapping `args`."""
     _known.update(flag.name for flag in flags)
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
-        parameters = [entry for entry in signature.parameters.values() if entry.name != "asked"]
+        parameters = [entry for entry in signature.parameters.values() if entry.name != "args"]
         parameters += [flag.parameter() for flag in (*flags, _CONFIG)]
         parameters += [_keyword("help_all", default=False, annotation=_HELP_ALL)]
 
@@ -224,11 +224,11 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
         def wrapper(config: Path | None, help_all: bool, **given: Any) -> None:  # noqa: ARG001  # handled by its callback
             values = {flag.name: given.pop(flag.name) for flag in flags}
             values = {name: value for name, value in values.items() if value not in (None, [])}
-            asked = merged(config, values, flags)
-            asked.update({"config": str(config)} if config else {})
-            if asked.get("output", "").startswith("~"):  # the shell has not expanded it
-                asked["output"] = str(files.local_path(asked["output"]))
-            command(**given, asked=asked)
+            args = merged(config, values, flags)
+            args.update({"config": str(config)} if config else {})
+            if args.get("output", "").startswith("~"):  # the shell has not expanded it
+                args["output"] = str(files.local_path(args["output"]))
+            command(**given, args=args)
 
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads the flags here
         return wrapper
@@ -247,7 +247,7 @@ class _Ranges(TypedDict, total=False):
     rungs: Annotated[int, parts.between(1, 7)]
 
 
-def merged(file: Path | None, given: Asked, flags: Sequence[Flag]) -> Named:
+def merged(file: Path | None, given: Args, flags: Sequence[Flag]) -> Given:
     """Merge options and type them: `given` over the YAML `file`, and both over the default file.
 
     Null in a file is a value. The default file may hold keys of other commands. Options with
@@ -256,7 +256,7 @@ def merged(file: Path | None, given: Asked, flags: Sequence[Flag]) -> Named:
     hints = {flag.name: flag.hint for flag in flags}
     defaults = _read_yaml(default_file(), _known) if default_file().exists() else {}
     in_file = _read_yaml(file, hints) if file else {}
-    options = Named()
+    options = Given()
     options.names = frozenset(in_file | given)
     for values in ({name: defaults[name] for name in hints if name in defaults}, in_file, given):
         typed_values = {name: typed(name, value, hints[name]) for name, value in values.items()}
@@ -276,7 +276,7 @@ def default_file() -> Path:
     return folder / "config.yaml"
 
 
-def _read_yaml(file: Path, known: Iterable[str]) -> Asked:
+def _read_yaml(file: Path, known: Iterable[str]) -> Args:
     """Read option names and values; dashes in names become underscores."""
     try:
         content = files.read_yaml(file) or {}  # None: the file is empty
@@ -291,40 +291,40 @@ def _read_yaml(file: Path, known: Iterable[str]) -> Asked:
     return values
 
 
-def picked(asked: Mapping[str, Any], flags: Iterable[Flag]) -> Asked:
-    return {flag.name: asked[flag.name] for flag in flags if flag.name in asked}
+def picked(args: Mapping[str, Any], flags: Iterable[Flag]) -> Args:
+    return {flag.name: args[flag.name] for flag in flags if flag.name in args}
 
 
-def options_of(kind: type[Options], asked: Asked) -> Options:
+def options_of(kind: type[Options], args: Args) -> Options:
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
-    return kind(**{name: value for name, value in asked.items() if name in names})
+    return kind(**{name: value for name, value in args.items() if name in names})
 
 
-def require(asked: Asked, *names: str) -> None:
+def require(args: Args, *names: str) -> None:
     for name in names:
-        if asked.get(name) is None:
+        if args.get(name) is None:
             flag = "--" + name.replace("_", "-")
             raise InvalidOption(f"no {flag}. Give the flag, or the key in a --config file")
 
 
-def refuse(asked: Named, names: Set[str], why: str) -> None:
+def refuse(args: Given, names: Set[str], why: str) -> None:
     """Raise InvalidOption if this command was given one of `names`, which it would ignore."""
-    if ignored := asked.names & names:
+    if ignored := args.names & names:
         raise InvalidOption(f"{min(ignored)} {why}")
 
 
-def inputs(asked: Asked) -> list[object]:
+def inputs(args: Args) -> list[object]:
     """The values that may name files to read: all but the outputs."""
-    return [value for name, value in asked.items() if name not in ("output", "html", "card")]
+    return [value for name, value in args.items() if name not in ("output", "html", "card")]
 
 
-def check_file(asked: Asked, name: str | Path) -> Path:
-    return files.check_file(name, overwrite=asked.get("overwrite", False), reads=inputs(asked))
+def check_file(args: Args, name: str | Path) -> Path:
+    return files.check_file(name, overwrite=args.get("overwrite", False), reads=inputs(args))
 
 
-def kv_memory(asked: Asked) -> int | None:
+def kv_memory(args: Args) -> int | None:
     """The size of --kv-memory in bytes."""
-    if (size := asked.get("kv_memory")) is None:
+    if (size := args.get("kv_memory")) is None:
         return None
     if match := re.fullmatch(r"(\d{1,15}(?:\.\d+)?) *([KMGT]?)(i?)B?", size, re.ASCII | re.I):
         unit = (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
@@ -463,9 +463,9 @@ SHARED = (*LOADING, *SPECULATION, *GENERATION)
 _NO_FOLDER = hub.LOGIT_LENS, hub.NO_HEADS
 
 
-def answering(asked: Asked) -> Asked:
+def answering(args: Args) -> Args:
     """Keywords of `Speculator.generate`, checked; names of files become their contents."""
-    options = picked(asked, GENERATION)
+    options = picked(args, GENERATION)
     check_ranges(options, config.GenerateOptions)
     for name, read in (("json_schema", files.read_json), ("grammar", files.read_text)):
         if name in options:
@@ -477,17 +477,17 @@ def answering(asked: Asked) -> Asked:
     return options
 
 
-def load(asked: Asked, *, compared: bool = False) -> Speculator:
+def load(args: Args, *, compared: bool = False) -> Speculator:
     """Load the speculator that the flags ask for; this is where torch is imported.
 
     A terminal shows a status line while this runs. `compared`: the model's own modules will run,
     too, so that weights which its file holds as blocks are expanded and kept.
     """
-    check_model(asked)
+    check_model(args)
     from rich.console import Console
     from rich.live import Live
 
-    title = f"loading {asked.get('model', 'the default model')}: "
+    title = f"loading {args.get('model', 'the default model')}: "
     with Live(
         f"{title}importing torch and transformers",
         console=Console(stderr=True, quiet=is_quiet(), markup=False, highlight=False, emoji=False),
@@ -500,7 +500,7 @@ def load(asked: Asked, *, compared: bool = False) -> Speculator:
         from selfspec.model.weights import keep_numbers
 
         status.update(f"{title}reading and checking it")
-        loaded = speculator.load(**picked(asked, LOADING), **picked(asked, SPECULATION))
+        loaded = speculator.load(**picked(args, LOADING), **picked(args, SPECULATION))
         if compared:
             keep_numbers(loaded.model)
     if interrupts:  # a library swallowed Ctrl-C while it was imported
@@ -508,14 +508,14 @@ def load(asked: Asked, *, compared: bool = False) -> Speculator:
     return loaded
 
 
-def check_template(asked: Named, command: str = "generate") -> None:
+def check_template(args: Given, command: str = "generate") -> None:
     """Refuse messages without a chat template, or --raw with one, before anything is loaded."""
-    raw, name, heads = asked.get("raw"), asked.get("model"), asked.get("heads")
+    raw, name, heads = args.get("raw"), args.get("model"), args.get("heads")
     if raw:
-        refuse(asked, {"system", "chat_template"}, "and --raw at once. Leave one of them out")
-    elif "chat_template" in asked:
-        read_template(asked["chat_template"])
-    if raw or name is None or "chat_template" in asked or hub.brings_template(name):
+        refuse(args, {"system", "chat_template"}, "and --raw at once. Leave one of them out")
+    elif "chat_template" in args:
+        read_template(args["chat_template"])
+    if raw or name is None or "chat_template" in args or hub.brings_template(name):
         return
     folders = [*hub.list_heads(), *known_folders()]
     if heads:
@@ -532,28 +532,28 @@ def check_template(asked: Named, command: str = "generate") -> None:
     raise InvalidPrompt(f"{problem}; or continue a text: {raw_command}")
 
 
-def check_model(asked: Asked) -> None:
+def check_model(args: Args) -> None:
     """Refuse, before torch is imported, options that could never be loaded."""
-    if "device" in asked and not re.fullmatch(r"[a-z]+(:[0-9]+)?", asked["device"]):
-        raise InvalidOption(f"device is {asked['device']!r}, expected cpu, cuda, cuda:0 or auto")
-    options = SpeculationOptions().updated(picked(asked, SPECULATION))
+    if "device" in args and not re.fullmatch(r"[a-z]+(:[0-9]+)?", args["device"]):
+        raise InvalidOption(f"device is {args['device']!r}, expected cpu, cuda, cuda:0 or auto")
+    options = SpeculationOptions().updated(picked(args, SPECULATION))
     needs = {
-        "draft-model": "draft_model" not in asked and "a second model. Give --draft-model",
-        "rest": "datastore" not in asked and "a datastore. Give --datastore",
-        "exit": asked.get("heads") == hub.NO_HEADS and "heads. Leave --heads none out",
+        "draft-model": "draft_model" not in args and "a second model. Give --draft-model",
+        "rest": "datastore" not in args and "a datastore. Give --datastore",
+        "exit": args.get("heads") == hub.NO_HEADS and "heads. Leave --heads none out",
     }
     for part, need in needs.items():
-        if need and "drafter" in asked and options.speculate and options.uses(part):
+        if need and "drafter" in args and options.speculate and options.uses(part):
             raise InvalidOption(f"drafter {options.drafter} needs {need}")
-    if "datastore" in asked:
-        files.check_safetensors(files.local_path(asked["datastore"]))
-    models = asked.keys() & {"model", "draft_model"}
+    if "datastore" in args:
+        files.check_safetensors(files.local_path(args["datastore"]))
+    models = args.keys() & {"model", "draft_model"}
     for name in models:
-        if not asked[name]:
+        if not args[name]:
             raise InvalidOption(f"{name} is empty, expected a hub id, a folder or a .gguf file")
-        hub.require_model(asked[name])
-    heads = asked.get("heads", hub.NO_HEADS if models else hub.DEFAULT_HEADS)
-    if heads not in _NO_FOLDER and asked.keys() & {"heads", "drafter"}:
+        hub.require_model(args[name])
+    heads = args.get("heads", hub.NO_HEADS if models else hub.DEFAULT_HEADS)
+    if heads not in _NO_FOLDER and args.keys() & {"heads", "drafter"}:
         fitted = read_config(hub.resolve_heads(heads))["exit_layers"]
         for layer in options.exit.layers or ():
             if layer not in fitted:
@@ -694,11 +694,11 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def say_next(command: str, asked: Asked, *words: str) -> None:
+def say_next(command: str, args: Args, *words: str) -> None:
     """Print the next command to run with the same model, ready to paste."""
     if is_first():
         flags = {"model": "--model", "dtype": "--dtype", "chat_template": "--chat-template"}
-        pairs = [(flags[name], str(asked[name])) for name in flags if name in asked]
+        pairs = [(flags[name], str(args[name])) for name in flags if name in args]
         note(f"next: {shlex.join(['selfspec', command, *words, *itertools.chain(*pairs)])}")
 
 

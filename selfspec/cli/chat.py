@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec import files
 from selfspec.cli import base, interrupts
-from selfspec.cli.base import SHARED, Asked, Flag, with_flags
+from selfspec.cli.base import SHARED, Args, Flag, with_flags
 from selfspec.decoding.stats import EXIT, SOURCES, Giver, counted, rate
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt, SelfspecError, check_keys
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     Flag("colour", bool, "Colour tokens by what drafted them. Default: as NO_COLOR says."),
     *SHARED,
 )
-def chat(*, asked: base.Named) -> None:
+def chat(*, args: base.Given) -> None:
     """Talk with a model. It remembers the conversation; /help lists its commands."""
-    options = base.answering(asked)
-    base.check_template(asked)
-    talk = Chat(base.load(asked), options, asked)
+    options = base.answering(args)
+    base.check_template(args)
+    talk = Chat(base.load(args), options, args)
     read = _line
     if sys.stdin.isatty():
         base.note(f"{talk.speculator.label}. /help lists commands and keys, Ctrl-D leaves.")
@@ -54,12 +54,12 @@ def chat(*, asked: base.Named) -> None:
 class Chat:
     """A running conversation: takes turns and commands, and writes answers."""
 
-    def __init__(self, speculator: Speculator, options: dict[str, Any], asked: Asked) -> None:
+    def __init__(self, speculator: Speculator, options: dict[str, Any], args: Args) -> None:
         self.speculator = speculator
         self.options = options  # for each answer, as `generate` takes them
-        self.stats: base.Stats | None = asked.get("stats")
-        self.writer = Writer(speculator.backbone.num_layers, colour=asked.get("colour"))
-        self.messages = base.conversation(asked.get("system"))
+        self.stats: base.Stats | None = args.get("stats")
+        self.writer = Writer(speculator.backbone.num_layers, colour=args.get("colour"))
+        self.messages = base.conversation(args.get("system"))
         self.tokens = 0  # in the context that the model has seen
         self.last: Generation | None = None  # the newest answer, unless it was taken back
         self.ended = False

@@ -13,7 +13,7 @@ import typer
 
 from selfspec import files
 from selfspec.cli import base
-from selfspec.cli.base import GENERATION, LOADING, SHARED, SPECULATION, Asked, Flag, with_flags
+from selfspec.cli.base import GENERATION, LOADING, SHARED, SPECULATION, Args, Flag, with_flags
 from selfspec.cli.chat import Writer
 from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.decoding.stats import MODEL, Giver, counted, rate
@@ -45,30 +45,28 @@ _FLAGS = (
 
 
 @with_flags(*_FLAGS, *SHARED)
-def generate(
-    prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: base.Named
-) -> None:
+def generate(prompt: base.Prompt = None, *, as_json: base.AsJson = False, args: base.Given) -> None:
     """Answer a prompt, or a file of prompts. Drafts change no token."""
-    raw, system = asked.get("raw", False), asked.get("system")
-    options = base.answering(asked) | {"raw": raw}
-    if {"prompts", "output"} & asked.names:
-        if prompt is not None or "file" in asked:
+    raw, system = args.get("raw", False), args.get("system")
+    options = base.answering(args) | {"raw": raw}
+    if {"prompts", "output"} & args.names:
+        if prompt is not None or "file" in args:
             raise InvalidOption("--prompts and another prompt at once. Leave one of them out")
-        if not {"prompts", "output"} <= asked.keys():
+        if not {"prompts", "output"} <= args.keys():
             raise InvalidOption("--prompts and --output go together. Give both")
-        base.emit(answer_all(asked, options, more=as_json or "stats" in asked.names))
+        base.emit(answer_all(args, options, more=as_json or "stats" in args.names))
         return
-    base.refuse(asked, {"concurrency", "kv_memory"}, "is for --prompts. Leave it out")
-    text = base.read_prompt(prompt, asked.get("file"), raw=raw)
-    base.check_template(asked)
-    speculator = base.load(asked)
+    base.refuse(args, {"concurrency", "kv_memory"}, "is for --prompts. Leave it out")
+    text = base.read_prompt(prompt, args.get("file"), raw=raw)
+    base.check_template(args)
+    speculator = base.load(args)
     messages: Messages = text if raw else base.conversation(system, text)
     if as_json:
         answer, heads = speculator.generate(messages, **options), speculator.heads
         name = None if heads is None or heads.folder is None else heads_name(heads.folder)
         setup = {
             "model": speculator.label,
-            "heads": heads and (asked.get("heads") or name),
+            "heads": heads and (args.get("heads") or name),
             "options": speculator.options.described() | options,
         }
         base.emit_json(_facts(answer) | setup)
@@ -80,9 +78,9 @@ def generate(
         if not piece.endswith("\n"):
             base.emit("\n")
         answer = stream.result
-        base.say_if_cut(answer, asked)
-    if "stats" in asked:
-        base.aside(base.statistics(answer, asked["stats"]))
+        base.say_if_cut(answer, args)
+    if "stats" in args:
+        base.aside(base.statistics(answer, args["stats"]))
 
 
 def _facts(answer: Generation | SelfspecError) -> dict[str, Any]:
@@ -102,22 +100,22 @@ def _facts(answer: Generation | SelfspecError) -> dict[str, Any]:
 _MADE_BY = {"made_by": "selfspec generate"}
 
 
-def answer_all(asked: base.Named, options: dict[str, Any], *, more: bool) -> str:
+def answer_all(args: base.Given, options: dict[str, Any], *, more: bool) -> str:
     """Write each answer or its error to --output; return a summary. Refuses to print `more`."""
     if more:
         raise InvalidOption("--json and --stats: each line of --output has both. Leave them out")
-    output, overwrite = base.check_file(asked, asked["output"]), asked.get("overwrite", False)
-    limits = {"most": asked.get("concurrency", 32), "kv_memory": base.kv_memory(asked)}
-    prompts = _read(Path(asked["prompts"]), asked.get("system"), raw=options["raw"])
-    base.check_template(asked)
+    output, overwrite = base.check_file(args, args["output"]), args.get("overwrite", False)
+    limits = {"most": args.get("concurrency", 32), "kv_memory": base.kv_memory(args)}
+    prompts = _read(Path(args["prompts"]), args.get("system"), raw=options["raw"])
+    base.check_template(args)
     with files.locked(output):
         files.check_file(output, overwrite=overwrite)  # another run may have written it meanwhile
         partial = output.with_name(f"{output.name}.partial")
-        inputs = {"prompts": prompts, **base.picked(asked, SHARED), **options}
+        inputs = {"prompts": prompts, **base.picked(args, SHARED), **options}
         mark = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
         record, read = _MADE_BY | {"asked": mark}, lambda line: (int(line["index"]), line)
         lines: dict[int, Any] = dict(begun(partial, record, read, overwrite=overwrite))
-        speculator = base.load(asked)
+        speculator = base.load(args)
         numbers = [number for number in range(len(prompts)) if number not in lines]
         seed, start, old_count = options.pop("seed", None), time.perf_counter(), _tokens(lines)
         answers = speculator.generate_each(
@@ -184,7 +182,7 @@ _NEAR = 0.05  # relative difference in speed within the noise of one run
 def demo(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The question.")] = _PROMPT,
     *,
-    asked: base.Named,
+    args: base.Given,
 ) -> None:
     """Compare with Hugging Face's generate. Both answer one prompt, one after the other.
 
@@ -193,10 +191,10 @@ def demo(
     """
     from selfspec.model.weights import TEAM
 
-    count = base.answering(asked).get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
-    text, raw = base.read_prompt(prompt), asked.get("raw", False)
-    base.check_template(asked, "demo")
-    speculator = base.load({"dtype": "float32"} | asked, compared=True)
+    count = base.answering(args).get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+    text, raw = base.read_prompt(prompt), args.get("raw", False)
+    base.check_template(args, "demo")
+    speculator = base.load({"dtype": "float32"} | args, compared=True)
     (hf_tokens, hf_s), (tokens, seconds) = race(speculator, text, count, raw=raw)
     if TEAM.crowded:
         base.note("other programs keep this machine busy: compare again when it is idle")
@@ -275,15 +273,15 @@ SERVING = (
 
 
 @with_flags(*SERVING)
-def serve(*, asked: Asked) -> None:
+def serve(*, args: Args) -> None:
     """Serve a model over HTTP with OpenAI's API. The page at / is a chat; /metrics has counters.
 
     Answers are generated in one batch, each with the text that it would have alone. After Ctrl-C
     the server completes running answers, then stops.
     """
-    options = base.options_of(ServeOptions, asked)
-    kv_memory = base.kv_memory(asked)
-    keys = Keys.found(Path(asked["api_key_file"]) if "api_key_file" in asked else None)
+    options = base.options_of(ServeOptions, args)
+    kv_memory = base.kv_memory(args)
+    keys = Keys.found(Path(args["api_key_file"]) if "api_key_file" in args else None)
     advice = f"Set {VARIABLE}, or give --api-key-file"
     if not is_loopback(options.host) and not keys:
         raise InvalidOption(f"host is {options.host}, which others can reach. {advice}")
@@ -299,8 +297,8 @@ def serve(*, asked: Asked) -> None:
 
     with bound(options) as socket:
         if options.replicas == 1:
-            base.note(f"loading {asked.get('model', 'the default model')}")
-            speculator = base.load(asked)
+            base.note(f"loading {args.get('model', 'the default model')}")
+            speculator = base.load(args)
             from selfspec.serve.app import make_app
             from selfspec.serve.writer import Writer
 
@@ -311,7 +309,7 @@ def serve(*, asked: Asked) -> None:
         check_packages("more than one copy", "ray", extra="ray")
         from selfspec.serve.replicas import copies, make_front
 
-        loading = base.picked(asked, (*LOADING, *SPECULATION))
+        loading = base.picked(args, (*LOADING, *SPECULATION))
         with copies(loading, options, kv_memory) as handle:
             label = handle.label.remote().result()
             Server(make_front(handle, options, keys), options, ready).run(sockets=[socket])

@@ -15,7 +15,7 @@ import typer
 
 from selfspec import files
 from selfspec.cli import base
-from selfspec.cli.base import Asked, Flag
+from selfspec.cli.base import Args, Flag
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.stats import counted
 from selfspec.errors import InvalidOption, ModelNotFound, check_keys, check_packages
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 SUITE = base.option_flags(results.BenchOptions, ("suite", "questions", "limit"))
 
 
-def suite_of(asked: Asked, limit: int) -> list[results.Question]:
+def suite_of(args: Args, limit: int) -> list[results.Question]:
     """The questions that the flags ask for; up to `limit` without --limit."""
-    name, questions = asked.get("suite", results.SIX_TASKS), asked.get("questions")
-    return results.load_suite(name, questions, asked.get("limit", limit))
+    name, questions = args.get("suite", results.SIX_TASKS), args.get("questions")
+    return results.load_suite(name, questions, args.get("limit", limit))
 
 
 # --- trace
@@ -56,18 +56,18 @@ _FROM = {"source", "html", "card", "rejected", "overwrite"}  # flags that may go
     Flag("overwrite", bool, "Replace files of an earlier trace."),
     *base.SHARED,
 )
-def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: base.Named) -> None:
+def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, args: base.Given) -> None:
     """Show where each token of an answer came from. Also each layer's prediction and confidence."""
-    if asked.get("source") is not None:
+    if args.get("source") is not None:
         if prompt is not None:
             raise InvalidOption("a prompt and --from at once, expected one. Leave one of them out")
         reason = "means nothing with --from, a saved answer. Leave it out"
-        base.refuse(asked, asked.names - _FROM, reason)
-    targets = _check_targets(asked)
+        base.refuse(args, args.names - _FROM, reason)
+    targets = _check_targets(args)
     with contextlib.ExitStack() as stack:
         for path in targets.values():
             stack.enter_context(files.locked(path))
-        layer_trace = _looked(prompt, asked)
+        layer_trace = _looked(prompt, args)
         from selfspec.visualise.views import render, show
 
         if "output" in targets:
@@ -85,13 +85,13 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, asked: ba
         return
     from rich.console import Console
 
-    show(layer_trace, Console(highlight=False), rejected=asked.get("rejected", False))
+    show(layer_trace, Console(highlight=False), rejected=args.get("rejected", False))
 
 
-def _check_targets(asked: Asked) -> dict[str, Path]:
+def _check_targets(args: Args) -> dict[str, Path]:
     targets: dict[str, Path] = {}
-    for name, file in sorted(base.picked(asked, _TARGETS).items()):
-        path = base.check_file(asked, file)
+    for name, file in sorted(base.picked(args, _TARGETS).items()):
+        path = base.check_file(args, file)
         suffix = {"card": ".png", "html": ".html"}.get(name, path.suffix)
         if path.suffix != suffix:
             raise InvalidOption(f"--{name} {path}: expected a name that ends in {suffix}")
@@ -103,19 +103,19 @@ def _check_targets(asked: Asked) -> dict[str, Path]:
     return targets
 
 
-def _looked(prompt: str | None, asked: base.Named) -> LayerTrace:
+def _looked(prompt: str | None, args: base.Given) -> LayerTrace:
     """Decode and look at each layer, or load a saved trace."""
-    if asked.get("source") is not None:
+    if args.get("source") is not None:
         from selfspec.visualise.layers import LayerTrace
 
-        return LayerTrace.load(Path(asked["source"]))
-    options = base.answering(asked) | {"raw": asked.get("raw", False)}
+        return LayerTrace.load(Path(args["source"]))
+    options = base.answering(args) | {"raw": args.get("raw", False)}
     text = base.read_prompt(prompt, raw=options["raw"])
-    base.check_template(asked, "trace")
-    speculator = base.load(asked)
+    base.check_template(args, "trace")
+    speculator = base.load(args)
     from selfspec.visualise.look import inspect
 
-    return inspect(speculator, text, all_layers=asked.get("all_layers", True), **options)
+    return inspect(speculator, text, all_layers=args.get("all_layers", True), **options)
 
 
 # --- tune
@@ -136,7 +136,7 @@ _OBJECTIVE = (
     Flag("dry_run", bool, "Report only."),
     Flag("forget", bool, "Remove what was measured and chosen for this model on this machine."),
 )
-def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
+def tune(*, as_json: base.AsJson = False, args: Args) -> None:
     """Find the settings that suit this machine. Commands then use them by default.
 
     Without exit heads: how prompt lookup drafts. All settings answer some questions (their first
@@ -146,26 +146,26 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
     from selfspec.api import tuned
     from selfspec.eval import tune as choosing
 
-    if asked.get("forget", False) and (as_json or asked.get("dry_run", False)):
+    if args.get("forget", False) and (as_json or args.get("dry_run", False)):
         raise InvalidOption("--forget removes files, without --json or --dry-run. Leave them out")
-    new_tokens = asked.get("max_new_tokens", choosing.NEW_TOKENS)
+    new_tokens = args.get("max_new_tokens", choosing.NEW_TOKENS)
     if new_tokens < 2:
         raise InvalidOption(f"max_new_tokens is {new_tokens}, expected at least 2")
-    questions = suite_of(asked, _QUESTIONS)
+    questions = suite_of(args, _QUESTIONS)
     if len(questions) < 2:
         raise InvalidOption("one question cannot be held out. Use at least two: --limit 2")
-    speculator = base.load(base.picked(asked, base.LOADING))
+    speculator = base.load(base.picked(args, base.LOADING))
     backbone, heads = speculator.backbone, speculator.heads
-    if asked.get("forget", False):
+    if args.get("forget", False):
         lines = [f"removed {file}\n" for file in tuned.forget(backbone, heads)]
         notice = "nothing was tuned for this model and its heads on this machine\n"
         base.emit("".join(lines) or notice)
         return
-    prompts, objective = [one.turns[0] for one in questions], asked.get("objective", "speed")
+    prompts, objective = [one.turns[0] for one in questions], args.get("objective", "speed")
     with base.bar("tune", "questions") as show:
         choice = choosing.tune(speculator, prompts, show, objective, new_tokens)
     fields, file = asdict(choice), None
-    if not asked.get("dry_run", False):
+    if not args.get("dry_run", False):
         file = tuned.write(backbone, heads, choice.options, fields)
     if as_json:
         base.emit_json(fields | {"file": file and str(file)})
@@ -179,9 +179,9 @@ def tune(*, as_json: base.AsJson = False, asked: Asked) -> None:
         if file is not None:
             base.emit(f"saved in {file}; selfspec tune --forget removes it\n")
     if file is not None:
-        flags = ["--heads", str(asked["heads"])] if "heads" in asked else []
+        flags = ["--heads", str(args["heads"])] if "heads" in args else []
         flags += base.raw_flag(speculator.tokenizer)
-        base.say_next("generate", asked, "--stats", *flags, "Name three rivers.")
+        base.say_next("generate", args, "--stats", *flags, "Name three rivers.")
 
 
 # --- bench
@@ -205,35 +205,35 @@ _USUAL = ("suite", "limit", "max_new_tokens", "repeats")  # flags that --help li
     *base.LOADING,
     *base.SPECULATION,
 )
-def bench(*, as_json: base.AsJson = False, asked: base.Named) -> None:
+def bench(*, as_json: base.AsJson = False, args: base.Given) -> None:
     """Measure methods side by side. All answer the same prompts, in random order.
 
     Nothing else should run on the machine meanwhile. The same command continues a killed run. Exit
     code 1 if a method failed.
     """
-    base.require(asked, "output")
-    options = base.options_of(results.BenchOptions, asked)
+    base.require(args, "output")
+    options = base.options_of(results.BenchOptions, args)
     check_packages("bench", "pandas", "tabulate", "matplotlib")
-    if "concurrency" in asked.names:
-        base.emit(_concurrency(asked, options, as_json=as_json))
+    if "concurrency" in args.names:
+        base.emit(_concurrency(args, options, as_json=as_json))
         return
-    check_keys(asked.get("methods", ()), METHODS, "method")
-    sweep = {label: move for text in asked.get("sweep", []) for label, move in moved(text).items()}
+    check_keys(args.get("methods", ()), METHODS, "method")
+    sweep = {label: move for text in args.get("sweep", []) for label, move in moved(text).items()}
     from selfspec.eval import report
 
-    overwrite = asked.get("overwrite", False)
-    folder = report.check_results(asked["output"], overwrite=overwrite, reads=base.inputs(asked))
+    overwrite = args.get("overwrite", False)
+    folder = report.check_results(args["output"], overwrite=overwrite, reads=base.inputs(args))
     suite = results.load_suite(options.suite, options.questions)
     costs = {} if overwrite else report.costs_of(folder / report.RUN)
-    speculator = base.load(costs | asked, compared=True)
-    names = asked.get("methods", _METHODS if speculator.heads else _NO_HEADS)
+    speculator = base.load(costs | args, compared=True)
+    names = args.get("methods", _METHODS if speculator.heads else _NO_HEADS)
     grid, moves = candidates(speculator, names), swept(speculator, sweep)
     own_text = any(entry.own_text for entries in (*grid.values(), moves) for entry in entries)
     if options.quality or own_text:
         check_packages("the quality of texts", "sacrebleu", "rouge_score")
     contenders = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
     questions = split(suite, options, tuning=bool(contenders))
-    record = _record(asked, names, options, speculator, questions)
+    record = _record(args, names, options, speculator, questions)
     runner, tuning = Bench(speculator=speculator, options=options), []
     with files.locked(folder):
         report.begin_results(folder, record, overwrite=overwrite)
@@ -253,7 +253,7 @@ def bench(*, as_json: base.AsJson = False, asked: base.Named) -> None:
 
 
 def _record(
-    asked: Asked,
+    args: Args,
     names: Sequence[str],
     options: results.BenchOptions,
     speculator: Speculator,
@@ -262,9 +262,9 @@ def _record(
     """Everything that the figures depend on, ready for YAML. Files are named without a folder."""
     backbone, heads = speculator.backbone, speculator.heads
     flags = ("heads", "draft_model", "datastore")
-    file_names = {name: Path(asked[name]).name for name in flags if asked.get(name)}
+    file_names = {name: Path(args[name]).name for name in flags if args.get(name)}
     facts = {
-        "run": {"methods": names, "sweep": asked.get("sweep", []), **options.record()},
+        "run": {"methods": names, "sweep": args.get("sweep", []), **options.record()},
         "questions": {
             "reported": len(questions[0]),
             "settings_chosen_on": [question.id for question in questions[1]],
@@ -287,24 +287,24 @@ def _record(
     return record
 
 
-def _concurrency(asked: base.Named, options: results.BenchOptions, *, as_json: bool) -> str:
-    ignored, texts = {"sweep", "quality", "tune_questions"}, asked["concurrency"]
-    base.refuse(asked, ignored, "means nothing with --concurrency. Leave it out")
-    folder, file_names = Path(asked["output"]), ("concurrency.json", "concurrency.md")
-    outputs = [base.check_file(asked, folder / name) for name in file_names]
+def _concurrency(args: base.Given, options: results.BenchOptions, *, as_json: bool) -> str:
+    ignored, texts = {"sweep", "quality", "tune_questions"}, args["concurrency"]
+    base.refuse(args, ignored, "means nothing with --concurrency. Leave it out")
+    folder, file_names = Path(args["output"]), ("concurrency.json", "concurrency.md")
+    outputs = [base.check_file(args, folder / name) for name in file_names]
     suite = results.load_suite(options.suite, options.questions, options.limit)
     if max(texts) > len(suite):
         problem = f"{max(texts)} texts at once, of {counted(len(suite), 'question')}"
         raise InvalidOption(f"{problem}. Give a larger --limit or a smaller --concurrency")
     from selfspec.eval import concurrency, report
 
-    names: tuple[str, ...] = asked.get("methods", tuple(concurrency.METHODS))
+    names: tuple[str, ...] = args.get("methods", tuple(concurrency.METHODS))
     check_keys(names, concurrency.METHODS, "method")
-    overwrite, parse = asked.get("overwrite", False), lambda line: concurrency.Load(**line)
+    overwrite, parse = args.get("overwrite", False), lambda line: concurrency.Load(**line)
     partial, total = folder / "concurrency.jsonl", len(texts) * len(names) * options.repeats
     costs = {} if overwrite else report.costs_of(partial)
-    speculator = base.load(costs | asked, compared=True)
-    record = _record(asked, names, options, speculator, (suite, []))
+    speculator = base.load(costs | args, compared=True)
+    record = _record(args, names, options, speculator, (suite, []))
     summary: dict[str, Any] = {"made_by": "selfspec bench", **record, "texts": list(texts)}
     with files.locked(folder), base.bar("concurrency", "measurements") as show:
         loads = results.begun(partial, summary, parse, overwrite=overwrite)
@@ -354,7 +354,7 @@ _PROMPTS, _NEW_TOKENS, _COPY_GB = 6, 48, 8.0
     Flag("rungs", tuple[int, ...], "Which of the seven checks to run: 1,2,6. The third is slow."),
     Flag("max_copy_gb", float, f"Largest float32 or float64 copy to make. Default: {_COPY_GB}."),
 )
-def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
+def verify(*, as_json: base.AsJson = False, args: Args) -> None:
     """Check that drafts change nothing here. Seven checks; exit code 1 if one fails.
 
     The checks decode greedily, six prompts unless --limit is given. The test suite checks that
@@ -362,14 +362,14 @@ def verify(*, as_json: base.AsJson = False, asked: Asked) -> None:
     """
     from selfspec.eval import verify as ladder
 
-    new_tokens = base.answering(asked).get("max_new_tokens", _NEW_TOKENS)
-    questions = suite_of(asked, _PROMPTS)
-    speculator = base.load(asked, compared=True)
+    new_tokens = base.answering(args).get("max_new_tokens", _NEW_TOKENS)
+    questions = suite_of(args, _PROMPTS)
+    speculator = base.load(args, compared=True)
     subject = ladder.Subject(
         speculator=speculator,
         cases=ladder.cases_of(speculator, questions, new_tokens),
-        rungs=asked.get("rungs", range(1, 8)),
-        max_copy_gb=asked.get("max_copy_gb", _COPY_GB),
+        rungs=args.get("rungs", range(1, 8)),
+        max_copy_gb=args.get("max_copy_gb", _COPY_GB),
     )
     rungs = []
     with base.bar("verify", "rungs") as show:
@@ -416,9 +416,9 @@ _OF_MODELS = ("model", "dtype", "device", "attn_implementation", "executor")
 
 
 @base.with_flags(*(flag for flag in base.LOADING if flag.name in _OF_MODELS))
-def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
+def env(*, as_json: base.AsJson = False, args: base.Given) -> None:
     """Show versions, device, threads, folders. With --model: how it runs, and how fast."""
-    loading = {name: asked[name] for name in asked.names}
+    loading = {name: args[name] for name in args.names}
     base.check_model(loading)
     from selfspec.api import tuned
 
@@ -445,7 +445,7 @@ def env(*, as_json: base.AsJson = False, asked: base.Named) -> None:
     (base.emit_json if as_json else base.emit_facts)(facts)
 
 
-def _model_facts(asked: Asked) -> tuple[dict[str, Any], StepSpeed]:
+def _model_facts(args: Args) -> tuple[dict[str, Any], StepSpeed]:
     """The model's executor, why others were refused, what drafts do to its bits; its speed."""
     import torch
 
@@ -453,9 +453,9 @@ def _model_facts(asked: Asked) -> tuple[dict[str, Any], StepSpeed]:
     from selfspec.decoding.measure import PinnedProbe, step_speed
     from selfspec.model.backbone import Backbone
 
-    executor = asked.pop("executor", "auto")
+    executor = args.pop("executor", "auto")
     blocks = executor in hub.FROM_BLOCKS
-    model, _, source = hub.load_model(asked.pop("model", None), blocks=blocks, **asked)
+    model, _, source = hub.load_model(args.pop("model", None), blocks=blocks, **args)
     backbone = Backbone(model, executor=executor)
     if backbone.mixing is not None:
         drafts = f"refused: the rows of a pass change each other ({backbone.mixing})"

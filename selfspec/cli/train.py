@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from selfspec import files
 from selfspec.api import chat_template as templates
 from selfspec.cli import base
-from selfspec.cli.base import Asked, Flag, Named, option_flags, options_of, with_flags
+from selfspec.cli.base import Args, Flag, Given, option_flags, options_of, with_flags
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.stats import counted
 from selfspec.errors import InvalidData, InvalidOption, check_keys, check_packages, shown
@@ -78,7 +78,7 @@ class Base(NamedTuple):
     chat_template: str | None  # None: the model's own
 
 
-def _check(asked: Asked, *, shares: bool = False) -> None:
+def _check(args: Args, *, shares: bool = False) -> None:
     """Refuse text that no record can hold and unreadable files, before torch is imported.
 
     `shares`: the command shares its work among a launcher's processes; else each would do it all.
@@ -86,18 +86,18 @@ def _check(asked: Asked, *, shares: bool = False) -> None:
     if not shares and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         problem = "a launcher started several processes, whose work only fit shares"
         raise InvalidOption(f"{problem}. Start one; data and cache take --workers N")
-    for name in asked.keys() - {"output"}:
-        if isinstance(asked[name], str) and not text.is_text(asked[name]):
+    for name in args.keys() - {"output"}:
+        if isinstance(args[name], str) and not text.is_text(args[name]):
             raise InvalidOption(
-                f"{name} is {shown(asked[name])}, half a character. Give another one"
+                f"{name} is {shown(args[name])}, half a character. Give another one"
             )
-    base.check_model(base.picked(asked, MODEL))
-    for name in asked.keys() & {"data", "validation", "source", "questions"}:
-        text.check_source(asked[name])
+    base.check_model(base.picked(args, MODEL))
+    for name in args.keys() & {"data", "validation", "source", "questions"}:
+        text.check_source(args[name])
 
 
 def _load(
-    asked: Asked, *, writes: bool = False, template: str | None = None, expected: str | None = None
+    args: Args, *, writes: bool = False, template: str | None = None, expected: str | None = None
 ) -> Base:
     """Load the model that the flags ask for.
 
@@ -108,43 +108,43 @@ def _load(
     from selfspec.model.backbone import Backbone
     from selfspec.training.features import launched
 
-    template = template or _chat_template(asked)
+    template = template or _chat_template(args)
     processes = launched()
     per_process = processes.num_processes > 1 and processes.device.type != "cpu"
-    device = asked.get("device", str(processes.device) if per_process else None)
-    dtype = asked.get("dtype") or hub.training_dtype(device)
-    model, tokenizer, source = hub.load_model(asked.get("model"), dtype=dtype, device=device)
+    device = args.get("device", str(processes.device) if per_process else None)
+    dtype = args.get("dtype") or hub.training_dtype(device)
+    model, tokenizer, source = hub.load_model(args.get("model"), dtype=dtype, device=device)
     actual = fingerprint.of_loaded(model, source.stamps)
     if expected not in (None, actual):
         raise InvalidData(f"a worker found other weights of {source.label} than the first process")
     backbone = Backbone(model, executor="auto" if writes else "generic", fingerprint=actual)
     if template is not None:
         tokenizer = templates.with_template(tokenizer, template)
-    return Base(backbone, tokenizer, asked.get("base_model", source.label), template)
+    return Base(backbone, tokenizer, args.get("base_model", source.label), template)
 
 
-def _load_like(asked: Asked, model: Base, *, writes: bool = False) -> Callable[[], Base]:
-    flags = base.picked(asked, MODEL) | {"dtype": str(model.backbone.dtype).removeprefix("torch.")}
+def _load_like(args: Args, model: Base, *, writes: bool = False) -> Callable[[], Base]:
+    flags = base.picked(args, MODEL) | {"dtype": str(model.backbone.dtype).removeprefix("torch.")}
     keywords = {"template": model.chat_template, "expected": model.backbone.fingerprint}
     return partial(_load, flags, writes=writes, **keywords)
 
 
-def _chat_template(asked: Asked) -> str | None:
+def _chat_template(args: Args) -> str | None:
     """The text of the chosen template, else that of heads, data or cache; notes if they differ."""
     from selfspec.training.features import Manifest
 
     def of_heads(name: str) -> Any:
         return folders.read_config(hub.resolve_heads(name)).get("chat_template")
 
-    chosen = templates.read(asked["chat_template"]) if "chat_template" in asked else None
+    chosen = templates.read(args["chat_template"]) if "chat_template" in args else None
     for flag, template_in in (
         *(("heads", of_heads), ("start_from", of_heads), ("data", text.template_of)),
         ("cache", lambda name: Manifest.read(name).chat_template),
     ):
-        template = template_in(asked[flag]) if flag in asked else None
+        template = template_in(args[flag]) if flag in args else None
         if chosen and template and chosen != template:
             names = f"{templates.name_of(template)}, not {templates.name_of(chosen)}"
-            base.note(f"selfspec: {asked[flag]} was made with the chat template {names}")
+            base.note(f"selfspec: {args[flag]} was made with the chat template {names}")
         chosen = chosen or template
     return chosen
 
@@ -155,15 +155,15 @@ def writing(output: str | Path) -> AbstractContextManager[None]:
     return files.locked(Path(output).absolute()) if locks else nullcontext()
 
 
-def _workers(asked: Asked) -> int:
-    count: int = asked.get("workers", 1)
+def _workers(args: Args) -> int:
+    count: int = args.get("workers", 1)
     if count > 1:
         check_packages("more than one worker", "ray", extra="ray")
     return count
 
 
 def _read(
-    path: str, model: Base, asked: Asked, batch_tokens: int | None, max_tokens: int | None = None
+    path: str, model: Base, args: Args, batch_tokens: int | None, max_tokens: int | None = None
 ) -> list[Conversation]:
     """The conversations of a file that fit the model and `batch_tokens`; None: of any length."""
     return text.read_conversations(
@@ -172,7 +172,7 @@ def _read(
         vocab_size=model.backbone.vocab_size,
         max_length=min(batch_tokens, model.backbone.max_positions) if batch_tokens else sys.maxsize,
         max_tokens=max_tokens,
-        skip_bad_rows=asked.get("skip_bad_rows", False),
+        skip_bad_rows=args.get("skip_bad_rows", False),
     )
 
 
@@ -205,18 +205,18 @@ def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
     Flag("seed", int, "Seed of prompts and samples. Default: 0."),
     *(flag for flag in MODEL if flag.name in _FROZEN),
 )
-def adapt(*, asked: Named) -> None:
+def adapt(*, args: Given) -> None:
     """Make heads for a model: all steps in one.
 
     Writes text, fits heads, tunes settings for this machine and compares speeds. It uses the whole
     budget. The same command continues a killed run; with a larger --budget, a finished run writes
     more text and fits its heads further. Nothing else should run meanwhile.
     """
-    _check(asked)
-    if "budget" in asked:
-        seconds_of(asked["budget"])
-    base.check_template(asked, "adapt")
-    options = {name: value for name, value in asked.items() if name != "config"}
+    _check(args)
+    if "budget" in args:
+        seconds_of(args["budget"])
+    base.check_template(args, "adapt")
+    options = {name: value for name, value in args.items() if name != "config"}
     from selfspec.adaptation import adapt as made
 
     with base.bar("adapt", "s") as bar:
@@ -250,59 +250,59 @@ def adapt(*, asked: Named) -> None:
     *MODEL,
     *option_flags(DataOptions),
 )
-def data(*, asked: Named) -> None:
+def data(*, args: Given) -> None:
     """Write the text that heads are fitted to. The model answers prompts of many kinds.
 
     The same command continues a killed run.
     """
-    options = options_of(DataOptions, asked)
-    base.require(asked, "output")
-    if _workers(asked) > 1 and "endpoint" in asked:
+    options = options_of(DataOptions, args)
+    base.require(args, "output")
+    if _workers(args) > 1 and "endpoint" in args:
         raise InvalidOption("workers with endpoint: a server needs no workers. Drop one")
-    if "source" in asked:
+    if "source" in args:
         ignored = {"recipe", "passages", "questions", "raw"}
-        base.refuse(asked, ignored, "with --from: prompts have one source. Drop one")
+        base.refuse(args, ignored, "with --from: prompts have one source. Drop one")
     elif options.tokens is None:
         raise InvalidOption("no --tokens. Say how many answer tokens the model should write")
-    _check(asked)
-    if not asked.keys() & {"endpoint", "source"}:
-        base.check_template(asked, "data")
-    text.check_output(asked["output"], base.inputs(asked))
-    with writing(asked["output"]):
-        counts = _write_data(asked, options)
+    _check(args)
+    if not args.keys() & {"endpoint", "source"}:
+        base.check_template(args, "data")
+    text.check_output(args["output"], base.inputs(args))
+    with writing(args["output"]):
+        counts = _write_data(args, options)
     if not counts.total("rows"):
-        raise InvalidData(f"{asked['output']} holds no conversation. Dropped: {counts.dropped()}")
-    base.emit(f"{asked['output']}: {counts.words()}\n")
-    base.say_next("fit", asked, "--data", asked["output"], "--output", "heads")
+        raise InvalidData(f"{args['output']} holds no conversation. Dropped: {counts.dropped()}")
+    base.emit(f"{args['output']}: {counts.words()}\n")
+    base.say_next("fit", args, "--data", args["output"], "--output", "heads")
 
 
-def _write_data(asked: Asked, options: DataOptions) -> Counts:
+def _write_data(args: Args, options: DataOptions) -> Counts:
     from selfspec.training import selfgen
     from selfspec.training.recipe import Passages, read_recipe
 
-    excluded = _excluded_ngrams(asked)
-    recipe = None if "source" in asked else read_recipe(asked.get("recipe"))
-    passages = Passages(asked.get("passages"), recipe.languages if recipe else ())
-    workers = asked.get("workers", 1)
-    model = _load({"dtype": "bfloat16"} | asked, writes=workers == 1)
+    excluded = _excluded_ngrams(args)
+    recipe = None if "source" in args else read_recipe(args.get("recipe"))
+    passages = Passages(args.get("passages"), recipe.languages if recipe else ())
+    workers = args.get("workers", 1)
+    model = _load({"dtype": "bfloat16"} | args, writes=workers == 1)
     record = asdict(options) | {
-        "source": _identity(asked.get("source")),
+        "source": _identity(args.get("source")),
         "recipe": None if recipe is None else recipe.digest,
         "passages": passages.digest,
-        "questions": _identity(asked.get("questions")),
+        "questions": _identity(args.get("questions")),
         "excluded": hashlib.sha256(repr(sorted(excluded)).encode()).hexdigest()[:16],
-        "endpoint": asked.get("endpoint"),
-        "skip_bad_rows": asked.get("skip_bad_rows", False),
+        "endpoint": args.get("endpoint"),
+        "skip_bad_rows": args.get("skip_bad_rows", False),
         "model": model.name,
         "chat_template": model.chat_template,
         "dtype": str(model.backbone.dtype).removeprefix("torch."),
         "fingerprint": model.backbone.fingerprint,
     }
     del record["tokens"]  # a file may grow
-    writer = Writer(Path(asked["output"]), record, hub.machine())
+    writer = Writer(Path(args["output"]), record, hub.machine())
     done, generated = writer.counts.total("answer_tokens"), 0
     if options.tokens is not None and done >= options.tokens:
-        message = f"selfspec: {asked['output']} is finished: it holds {done:,} answer tokens"
+        message = f"selfspec: {args['output']} is finished: it holds {done:,} answer tokens"
         base.note(f"{message}. Raise --tokens to go on")
         return writer.counts
     with base.bar("data", "answer tokens") as show, ExitStack() as stack:
@@ -313,13 +313,13 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
             show(done, options.tokens, f"{generated:,} tokens generated" if generated else "")
 
         try:
-            author = selfgen.Author(*model[:2], options, count, asked.get("endpoint"))
-            source, proposer, rows = _source(asked, author, writer, recipe, passages, excluded)
+            author = selfgen.Author(*model[:2], options, count, args.get("endpoint"))
+            source, proposer, rows = _source(args, author, writer, recipe, passages, excluded)
             submit = selfgen.here(proposer(author))
             if workers > 1:
                 from selfspec import cluster
 
-                load = _load_like(asked, model, writes=True)
+                load = _load_like(args, model, writes=True)
                 del author, model  # the workers have their own
 
                 def make() -> Callable[[Any], Proposal]:
@@ -329,10 +329,10 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
             for counts in selfgen.write(source, writer, options, submit, 2 * workers - 1):
                 done = counts.total("answer_tokens")
                 count(0)
-            if "source" in asked and not writer.batches:
-                raise InvalidData(f"{asked['source']} holds no conversation. Give another --from")
+            if "source" in args and not writer.batches:
+                raise InvalidData(f"{args['source']} holds no conversation. Give another --from")
         except KeyboardInterrupt:
-            base.note(f"\n{asked['output']}: the same command continues it")
+            base.note(f"\n{args['output']}: the same command continues it")
             raise
     if rows is not None:
         rows.report()
@@ -340,7 +340,7 @@ def _write_data(asked: Asked, options: DataOptions) -> Counts:
 
 
 def _source(
-    asked: Asked,
+    args: Args,
     author: Author,
     writer: Writer,
     recipe: Recipe | None,
@@ -350,9 +350,9 @@ def _source(
     """The source of batches, what makes a proposer of an author, and --from's reader, if any."""
     from selfspec.training import selfgen
 
-    skip, options = asked.get("skip_bad_rows", False), author.options
+    skip, options = args.get("skip_bad_rows", False), author.options
     if recipe is not None:
-        file = asked.get("questions")
+        file = args.get("questions")
         questions = [] if file is None else text.questions_of(file, skip_bad_rows=skip)
         prompts = author.prompts(recipe, passages, questions)
         if prompts.left_out:
@@ -361,18 +361,18 @@ def _source(
         admission = selfgen.Admission(options, writer.records(), excluded)
         return admission, lambda author: selfgen.Written(author, prompts, excluded).propose, None
     parse = partial(selfgen.talk_of, tokenizer=author.turns.tokenizer, system=options.system)
-    rows = Reader(asked["source"], parse, skip_bad_rows=skip)
+    rows = Reader(args["source"], parse, skip_bad_rows=skip)
     source = selfgen.Given(rows, writer.batches, options, excluded)
     return source, lambda author: author.answer, rows
 
 
-def _excluded_ngrams(asked: Asked) -> set[int]:
+def _excluded_ngrams(args: Args) -> set[int]:
     from selfspec.eval.results import load_suite
     from selfspec.training.selfgen import ngrams
 
-    suite = [] if "source" in asked else load_suite()  # the user chose the rows of --from
+    suite = [] if "source" in args else load_suite()  # the user chose the rows of --from
     turns = [turn for question in suite for turn in question.turns]
-    for name in filter(None, asked.get("exclude", "").split(",")):
+    for name in filter(None, args.get("exclude", "").split(",")):
         turns += Reader(name, text.texts_of)
     return {ngram for turn in turns for ngram in ngrams(turn)}
 
@@ -394,25 +394,25 @@ def _identity(source: str | None) -> str | None:
     *MODEL,
     *option_flags(CacheOptions),
 )
-def cache(*, asked: Asked) -> None:
+def cache(*, args: Args) -> None:
     """Write the features that heads are fitted to. The frozen model runs once over conversations.
 
     The same command continues a killed run.
     """
-    base.require(asked, "data", "output")
-    workers = _workers(asked)
-    _check(asked)
-    options = options_of(CacheOptions, asked)
+    base.require(args, "data", "output")
+    workers = _workers(args)
+    _check(args)
+    options = options_of(CacheOptions, args)
     from selfspec.training import features as store
 
-    store.check_output(asked["output"], base.inputs(asked))
-    with writing(asked["output"]):
-        _write_features(asked, options, workers)
-    base.say_next("fit", asked, "--cache", asked["output"], "--output", "heads")
+    store.check_output(args["output"], base.inputs(args))
+    with writing(args["output"]):
+        _write_features(args, options, workers)
+    base.say_next("fit", args, "--cache", args["output"], "--output", "heads")
 
 
-def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
-    model = _load(asked)
+def _write_features(args: Args, options: CacheOptions, workers: int) -> None:
+    model = _load(args)
     import torch
 
     from selfspec.heads.exit_heads import check_exit_layers
@@ -427,15 +427,15 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
     states = states if options.deep else ()
     top_k = min(options.top_k, backbone.vocab_size)
     spec = store.FeatureSpec(layers, options.deep, top_k, not options.answers_only, states)
-    texts = _read(asked["data"], model, asked, options.batch_tokens, options.max_tokens)
+    texts = _read(args["data"], model, args, options.batch_tokens, options.max_tokens)
     source = store.StreamSource(backbone, spec, texts, options.batch_tokens)
-    names = {"base_model": model.name, "data": Path(asked["data"]).name}
+    names = {"base_model": model.name, "data": Path(args["data"]).name}
     manifest = store.Manifest.of(source, **names, chat_template=model.chat_template)
     total, size = manifest.positions, manifest.bytes / 1e9
     base.note(f"selfspec: {total:,} positions at {manifest.bytes // total:,} bytes: {size:.3g} GB")
-    if "max_size" in asked and size > asked["max_size"]:
+    if "max_size" in args and size > args["max_size"]:
         raise InvalidOption(
-            f"the features would take {size:.3g} GB, more than max_size {asked['max_size']}. Take "
+            f"the features would take {size:.3g} GB, more than max_size {args['max_size']}. Take "
             "fewer --exit-layers or --max-tokens, or fit with --data, which keeps nothing on disk"
         )
     done = 0
@@ -450,7 +450,7 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
         if workers > 1:
             from selfspec import cluster
 
-            load, main_memory = _load_like(asked, model), torch.device("cpu")
+            load, main_memory = _load_like(args, model), torch.device("cpu")
 
             def make() -> Callable[[list[Conversation]], Features]:
                 replica = load().backbone
@@ -460,9 +460,9 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
 
             submit = stack.enter_context(cluster.workers(workers, make))
             compute = partial(cluster.in_order, submit, 2 * workers)
-        store.write(asked["output"], source, manifest, count, compute)
+        store.write(args["output"], source, manifest, count, compute)
     answers = f"{sum(source.answers):,} of them answers"
-    base.emit(f"{asked['output']}: {total:,} positions, {answers}, {size:.2f} GB\n")
+    base.emit(f"{args['output']}: {total:,} positions, {answers}, {size:.2f} GB\n")
 
 
 # --- datastore
@@ -475,30 +475,30 @@ def _write_features(asked: Asked, options: CacheOptions, workers: int) -> None:
     Flag("overwrite", bool, "Replace an existing datastore."),
     *(flag for flag in MODEL if flag.name not in ("base_model", "dtype", "device")),
 )
-def datastore(*, asked: Asked) -> None:
+def datastore(*, args: Args) -> None:
     """Sort text for --drafter rest. It drafts what follows the same tokens in that text.
 
     A datastore fits one tokenizer. Each token takes 8 bytes; a million tokens take a second.
     """
-    base.require(asked, "output", *(() if "texts" in asked else ("data",)))
-    _check(asked)
-    output = base.check_file(asked, asked["output"])
+    base.require(args, "output", *(() if "texts" in args else ("data",)))
+    _check(args)
+    output = base.check_file(args, args["output"])
     with writing(output):
         from selfspec.decoding.drafters.rest import Datastore
 
-        model = _load(asked)
+        model = _load(args)
         texts: list[Sequence[int]] = []
-        if "texts" in asked:
-            documents = text.texts_in(asked["texts"])
+        if "texts" in args:
+            documents = text.texts_in(args["texts"])
             texts += (model.tokenizer(content)["input_ids"] for _, content in documents)
-        if "data" in asked:
-            texts += (talk.ids for talk in _read(asked["data"], model, asked, None))
+        if "data" in args:
+            texts += (talk.ids for talk in _read(args["data"], model, args, None))
         store = Datastore.of(texts, model.tokenizer)
         store.save(output)
     base.emit(f"{output}: {counted(len(texts), 'text')}, {len(store.ids) - len(texts):,} tokens\n")
     raw = base.raw_flag(model.tokenizer)
     command = ["generate", *raw, "Once upon a time"] if raw else ["chat"]
-    base.say_next(command[0], asked, *command[1:], "--datastore", asked["output"])
+    base.say_next(command[0], args, *command[1:], "--datastore", args["output"])
 
 
 # --- fit
@@ -509,7 +509,7 @@ _FILES = (
     Flag("output", str, "Folder to write the heads to. Required."),
     Flag("validation", str, "Conversations to measure agreement on. Default: a 20th of the data."),
     Flag("start_from", str, "Heads of the same model to continue from, instead of new ones."),
-    Flag("preset", str, f"Named options; other flags override them: {', '.join(PRESETS)}."),
+    Flag("preset", str, f"Given options; other flags override them: {', '.join(PRESETS)}."),
     Flag("overwrite", bool, "Start over and replace a fit in the output."),
     Flag("keep_features", bool, "With --data: compute features once and keep them in memory."),
     *MODEL,
@@ -521,88 +521,88 @@ _OF_HEADS = {"exit_layers", "head_type", "inner_size", "draft_vocab_size", "pres
 
 
 @with_flags(*_FILES, *option_flags(FitOptions))
-def fit(*, asked: Named) -> None:
+def fit(*, args: Given) -> None:
     """Fit exit heads to a model. They are measured and written to a folder.
 
     The same command continues a killed run. With `accelerate launch -m selfspec fit ...` several
     processes share the batches of a step.
     """
-    if "preset" in asked:
-        check_keys([asked["preset"]], PRESETS, "preset")
-        asked.update(PRESETS[asked["preset"]] | asked)
-    base.require(asked, "output", "cache" if "cache" in asked else "data")
-    if "start_from" in asked:
-        base.refuse(asked, _OF_HEADS, "with start_from: the heads fix it. Drop one")
-    if "cache" in asked:
-        batched = () if "validation" in asked else ("batch_tokens",)
-        base.refuse(asked, {"data", "keep_features", *batched}, _IS_CACHED)
-    _check(asked, shares=True)
-    options = options_of(FitOptions, asked)
-    _check_heads_output(asked)
+    if "preset" in args:
+        check_keys([args["preset"]], PRESETS, "preset")
+        args.update(PRESETS[args["preset"]] | args)
+    base.require(args, "output", "cache" if "cache" in args else "data")
+    if "start_from" in args:
+        base.refuse(args, _OF_HEADS, "with start_from: the heads fix it. Drop one")
+    if "cache" in args:
+        batched = () if "validation" in args else ("batch_tokens",)
+        base.refuse(args, {"data", "keep_features", *batched}, _IS_CACHED)
+    _check(args, shares=True)
+    options = options_of(FitOptions, args)
+    _check_heads_output(args)
     from selfspec.training import fit as fitting
     from selfspec.training import records
 
-    output = Path(asked["output"])
+    output = Path(args["output"])
     with writing(output):
-        _check_heads_output(asked)  # another fit may have written it meanwhile
+        _check_heads_output(args)  # another fit may have written it meanwhile
         state = output / hub.CHECKPOINT
-        if asked.get("overwrite"):
+        if args.get("overwrite"):
             state.unlink(missing_ok=True)
-        model = _load(asked)
-        job = _job(asked, options, model, state)
+        model = _load(args)
+        job = _job(args, options, model, state)
         try:
             with base.bar("fit", "steps") as show:
                 fitted = fitting.fit(job, show)
         except KeyboardInterrupt:
             if base.is_first():
-                again = " without --overwrite" if asked.get("overwrite") and state.is_file() else ""
+                again = " without --overwrite" if args.get("overwrite") and state.is_file() else ""
                 base.note(f"{output}: the same command{again} continues it")
             raise
         if base.is_first():
-            values = {flag.name: asked.get(flag.name) for flag in _FILES}
+            values = {flag.name: args.get(flag.name) for flag in _FILES}
             run = values | {"base_model": job.base_model} | plain(job.options)
             records.write(output, fitted, run)
             folders.remember(output)
             state.unlink(missing_ok=True)
-            _say_fitted(fitted, model, asked)
+            _say_fitted(fitted, model, args)
 
 
-def _say_fitted(fitted: Fitted, model: Base, asked: Asked) -> None:
+def _say_fitted(fitted: Fitted, model: Base, args: Args) -> None:
     for layer, shares in fitted.metrics["layers"].items():
         second = shares["agreement_second"]
         suffix = "" if second is None else f"  second draft {second:.1%}"
         base.emit(f"layer {layer:>3}  agreement {shares['agreement']:.1%}{suffix}\n")
     layers = len(fitted.metrics["layers"])
-    base.emit(f"{asked['output']}: exit heads at {layers} layer{'s' * (layers != 1)}\n")
+    base.emit(f"{args['output']}: exit heads at {layers} layer{'s' * (layers != 1)}\n")
     if fitted.heads.looks_ahead:  # medusa heads are not calibrated
         options = ("--methods", "plain,medusa", "--output", "results")
-        base.say_next("bench", asked, "--heads", asked["output"], *options)
+        base.say_next("bench", args, "--heads", args["output"], *options)
         return
     # calibration needs text that the heads were not fitted to: without any, suggest to write some
-    data = asked.get("validation", "held-out.jsonl")
-    if "validation" not in asked:
+    data = args.get("validation", "held-out.jsonl")
+    if "validation" not in args:
         template = model.chat_template
         name = template and templates.name_of(template)
         defaults = {"chat_template": name if name in templates.NAMES else template} if name else {}
         arguments = ("--output", data, "--tokens", "20000", "--seed", "1")
-        base.say_next("data", defaults | asked, *arguments, *base.raw_flag(model.tokenizer))
-    base.say_next("calibrate", asked, "--heads", asked["output"], "--data", data)
+        base.say_next("data", defaults | args, *arguments, *base.raw_flag(model.tokenizer))
+    base.say_next("calibrate", args, "--heads", args["output"], "--data", data)
 
 
-def _check_heads_output(asked: Asked) -> None:
+def _check_heads_output(args: Args) -> None:
     # a fit that was killed while it wrote its heads still has its checkpoint, and may continue
-    overwrite = asked.get("overwrite", False) or Path(asked["output"], hub.CHECKPOINT).is_file()
-    output, is_ours, reads = asked["output"], folders.is_heads_folder, base.inputs(asked)
+    overwrite = args.get("overwrite", False) or Path(args["output"], hub.CHECKPOINT).is_file()
+    output, is_ours, reads = args["output"], folders.is_heads_folder, base.inputs(args)
     files.check_folder(output, hub.HEADS_FILES, is_ours, overwrite=overwrite, reads=reads)
 
 
-def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Job:
+def _job(args: Args, options: FitOptions, model: Base, checkpoint: Path) -> Job:
     from selfspec.api.speculator import heads_of
     from selfspec.training import fit
     from selfspec.training.features import CacheSource, Selection, StreamSource, split
 
     backbone, tokenizer = model.backbone, model.tokenizer
-    limits, validation, start = options_of(CacheOptions, asked), asked.get("validation"), None
+    limits, validation, start = options_of(CacheOptions, args), args.get("validation"), None
 
     def streamed(
         talks: list[Conversation], *, measured: bool = True, keep: bool = True
@@ -610,15 +610,15 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
         spec = fit.feature_spec(backbone, options, measured=measured)
         return Selection(StreamSource(backbone, spec, talks, limits.batch_tokens, keep=keep))
 
-    if "start_from" in asked:
-        start = heads_of(hub.resolve_heads(asked["start_from"]), backbone, model.name)
+    if "start_from" in args:
+        start = heads_of(hub.resolve_heads(args["start_from"]), backbone, model.name)
         options = fit.options_to_go_on(options, start)
-    if "cache" in asked:
-        source = CacheSource(asked["cache"], backbone)
+    if "cache" in args:
+        source = CacheSource(args["cache"], backbone)
         data, layers, kind = source.manifest.data, source.spec.layers, options.head_type
         train, held_out = (Selection(source),) * 2 if validation else split(source)
-        if asked.get("max_tokens"):
-            train = train.limited(asked["max_tokens"])
+        if args.get("max_tokens"):
+            train = train.limited(args["max_tokens"])
         attends = kind == folders.EAGLE3
         own_layers = attends or kind == folders.MEDUSA or (kind == "deep-fused" and 0 in layers)
         if options.exit_layers is None and not own_layers:
@@ -627,13 +627,13 @@ def _job(asked: Asked, options: FitOptions, model: Base, checkpoint: Path) -> Jo
             options = replace(options, state_layers=source.spec.states)
         _require_features(source.spec, fit.feature_spec(backbone, options, measured=False))
     else:  # features are computed from conversations when they are needed
-        data = Path(asked["data"]).name
-        talks = _read(asked["data"], model, asked, limits.batch_tokens, limits.max_tokens)
+        data = Path(args["data"]).name
+        talks = _read(args["data"], model, args, limits.batch_tokens, limits.max_tokens)
         talks, others = (talks, talks) if validation else text.split(talks)
-        train = streamed(talks, measured=False, keep=asked.get("keep_features", False))
+        train = streamed(talks, measured=False, keep=args.get("keep_features", False))
         held_out = streamed(others)
     if validation:
-        held_out = streamed(_read(validation, model, asked, limits.batch_tokens))
+        held_out = streamed(_read(validation, model, args, limits.batch_tokens))
     return fit.Job(
         backbone=backbone,
         base_model=model.name,
@@ -669,35 +669,35 @@ _INSTEAD = {  # why a drafter is the default instead of the heads
     Flag("dry_run", bool, "Report only."),
     *MODEL,
 )
-def calibrate(*, as_json: base.AsJson = False, asked: Named) -> None:
+def calibrate(*, as_json: base.AsJson = False, args: Given) -> None:
     """Find the settings of exit heads. It scales their confidence, chooses layers and thresholds.
 
     Costs of layers and heads are measured on this machine; nothing else should run meanwhile.
     """
-    entropy, source = asked.get("entropy", False), "cache" if "cache" in asked else "data"
-    base.require(asked, *(("data",) if entropy else ("heads", source)))
+    entropy, source = args.get("entropy", False), "cache" if "cache" in args else "data"
+    base.require(args, *(("data",) if entropy else ("heads", source)))
     reason = "means nothing with --entropy. Leave it out" if entropy else _IS_CACHED
     ignored = {"cache", "max_exit_layers"} if entropy else {"data"} if source == "cache" else set()
-    base.refuse(asked, ignored, reason)
-    _check(asked)
-    heads = hub.resolve_heads(asked["heads"]) if "heads" in asked else None
-    output = None if asked.get("dry_run", False) else heads
+    base.refuse(args, ignored, reason)
+    _check(args)
+    heads = hub.resolve_heads(args["heads"]) if "heads" in args else None
+    output = None if args.get("dry_run", False) else heads
     if output is not None:
         names = {folders.CONFIG_FILE, "calibration.json"}
         files.check_folder(output, names, folders.is_heads_folder, overwrite=True)
     with nullcontext() if output is None else writing(output):
         if heads is None or entropy:
-            record, summary = _calibrate_entropy(asked, output)
+            record, summary = _calibrate_entropy(args, output)
         else:
-            record, summary = _calibrate(asked, heads, output)
+            record, summary = _calibrate(args, heads, output)
     base.emit(json.dumps(record) + "\n" if as_json else summary)
     if output is not None and not entropy:
         base.note(f"wrote {output / folders.CONFIG_FILE}")
-        base.say_next("tune", asked, "--heads", str(output))
+        base.say_next("tune", args, "--heads", str(output))
 
 
-def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Found:
-    model = _load(asked)
+def _calibrate(args: Args, folder: Path, output: Path | None) -> Found:
+    model = _load(args)
     from selfspec.api.speculator import heads_of
     from selfspec.decoding.measure import quick_costs
     from selfspec.model.backbone import Backbone
@@ -709,33 +709,33 @@ def _calibrate(asked: Asked, folder: Path, output: Path | None) -> Found:
         problem = f"{folder} holds medusa heads, whose tree has no thresholds or layers to choose"
         raise InvalidOption(f"{problem}. Use them as they are: selfspec bench")
     needed = FeatureSpec.read_by(heads)
-    limit = asked.get("max_tokens")
-    if "cache" in asked:
-        source = CacheSource(asked["cache"], model.backbone)
+    limit = args.get("max_tokens")
+    if "cache" in args:
+        source = CacheSource(args["cache"], model.backbone)
         _require_features(source.spec, needed)
         features = Selection(source) if limit is None else Selection(source).limited(limit)
     else:
         batch_tokens = CacheOptions().batch_tokens
-        if heads.config.training.get("data") == Path(asked["data"]).name:
+        if heads.config.training.get("data") == Path(args["data"]).name:
             note = "selfspec: these heads were fitted to a file of this name. Is this one held out?"
             base.note(f"{note} If not, the heads look better than they are")
-        talks = _read(asked["data"], model, asked, batch_tokens, limit)
+        talks = _read(args["data"], model, args, batch_tokens, limit)
         features = Selection(StreamSource(model.backbone, needed, talks, batch_tokens, keep=True))
     costs = quick_costs(Backbone(model.backbone.model), heads)
-    calibration = records.calibrate(heads, features, costs, asked.get("max_exit_layers", 2))
+    calibration = records.calibrate(heads, features, costs, args.get("max_exit_layers", 2))
     if output is not None:
-        options = {name: asked[name] for name in sorted(asked) if name != "config"}
+        options = {name: args[name] for name in sorted(args) if name != "config"}
         records.write_calibration(heads, output, calibration, options)
     return calibration.record(), calibration_words(calibration)
 
 
-def _calibrate_entropy(asked: Asked, output: Path | None) -> Found:
-    model = _load(asked)
+def _calibrate_entropy(args: Args, output: Path | None) -> Found:
+    model = _load(args)
     from selfspec.api.speculator import heads_of
     from selfspec.training.records import SHARE, measured_entropy
 
     batch_tokens = CacheOptions().batch_tokens
-    texts = _read(asked["data"], model, asked, batch_tokens, asked.get("max_tokens"))
+    texts = _read(args["data"], model, args, batch_tokens, args.get("max_tokens"))
     with base.bar("entropies", "batches") as show:
         stats = measured_entropy(model.backbone, texts, batch_tokens, show)
     threshold = stats["entropy_threshold"]

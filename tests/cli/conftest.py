@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from selfspec.cli import base
-from selfspec.cli.base import Asked
+from selfspec.cli.base import Args
 from selfspec.cli.main import main
 from selfspec.model.backbone import Backbone
 from tests.cli.fakes import Call, FakeSpeculator, link_all
@@ -54,7 +54,7 @@ def speculator(monkeypatch: pytest.MonkeyPatch) -> FakeSpeculator:
     """The speculator that every command loads. `loaded` holds the arguments of that call."""
     fake = FakeSpeculator()
 
-    def load(options: Asked) -> FakeSpeculator:
+    def load(options: Args) -> FakeSpeculator:
         fake.loaded = options
         return fake
 

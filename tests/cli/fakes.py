@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from selfspec.cli.base import Asked
+from selfspec.cli.base import Args
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.stats import Giver
 from selfspec.errors import InvalidPrompt
@@ -77,7 +77,7 @@ class FakeSpeculator:
     prompts: list[Any] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)
     streams: list[FakeStream] = field(default_factory=list)
-    loaded: Asked | None = None
+    loaded: Args | None = None
     room: tuple[int, int | None] | None = None
     broken: dict[int, BaseException] = field(default_factory=dict)
     """The errors that `generate_each` raises, by index of the prompt."""
