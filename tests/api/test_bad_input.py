@@ -107,8 +107,8 @@ def test_wrong_prompts_are_refused_in_one_line(name: str, speculator: Speculator
 @pytest.mark.parametrize("name", sorted(BATCHES))
 def test_several_prompts_are_answered_by_a_batch(name: str, speculator: Speculator) -> None:
     answers = speculator.generate_batch(PROMPTS[name], max_new_tokens=2, do_sample=False)
-    alone = [speculator.generate(one, max_new_tokens=2, do_sample=False) for one in PROMPTS[name]]
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
+    singles = [speculator.generate(one, max_new_tokens=2, do_sample=False) for one in PROMPTS[name]]
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in singles]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ UNMEANT: dict[str, tuple[Any, ...]] = {
     "stop_strings": ([""], ""),
     **dict.fromkeys(("stopping_criteria", "logits_processor"), ([too_many], [InvalidOption])),
     "prefix_allowed_tokens_fn": (
-        *(lambda _row, _ids, found=found: found for found in ([], [VOCAB], ["a"])),
+        *(lambda _row, _ids, tokens=tokens: tokens for tokens in ([], [VOCAB], ["a"])),
     ),
     "attention_mask": (
         *(torch.ones(1, 9), torch.ones(3), torch.zeros(1, 3), torch.tensor([[1, 1, 0]])),
@@ -194,7 +194,7 @@ UNMEANT: dict[str, tuple[Any, ...]] = {
 """Values of the right types that make no sense, for this model or for any."""
 
 OPTIONS: list[dict[str, Any]] = [
-    *({name: value, "do_sample": True} for name, given in UNMEANT.items() for value in given),
+    *({name: value, "do_sample": True} for name, values in UNMEANT.items() for value in values),
     *({"drafter": {"exit": {"layers": layers}}} for layers in (9, [5, 2])),
     *({"drafter": {"exit": {"max_depth": depth}}} for depth in (3, 99)),
     {"drafter": {"exit": {"threshold": [0.5] * 3}}},
@@ -246,8 +246,8 @@ def test_more_pinned_positions_than_memory_could_hold_are_refused(model: Any) ->
 
 
 def generate(speculator: Speculator, values: dict[str, Any]) -> None:
-    given: dict[str, Any] = ({} if "max_length" in values else {"max_new_tokens": 4}) | values
-    speculator.generate(torch.tensor([IDS]), **given)
+    keywords: dict[str, Any] = ({} if "max_length" in values else {"max_new_tokens": 4}) | values
+    speculator.generate(torch.tensor([IDS]), **keywords)
 
 
 def with_config(speculator: Speculator, values: dict[str, Any]) -> None:
@@ -263,8 +263,8 @@ def wrap_again(speculator: Speculator, values: dict[str, Any]) -> None:
 
 def many(speculator: Speculator, values: dict[str, Any]) -> None:
     """Call `generate_each`, which must refuse before its first answer."""
-    given: dict[str, Any] = {"prompts": [IDS], "max_new_tokens": 2} | values
-    speculator.generate_each(**given)
+    keywords: dict[str, Any] = {"prompts": [IDS], "max_new_tokens": 2} | values
+    speculator.generate_each(**keywords)
 
 
 REFUSED = {
@@ -371,7 +371,7 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
         for count in (0, 10**30)
     ),
     (
-        lambda m: asked(m, attention_mask=[[1]]),
+        lambda model: asked(model, attention_mask=[[1]]),
         InvalidOption,
         "attention_mask is of type list, exp",
     ),
@@ -422,13 +422,13 @@ def test_errors_name_the_value_and_the_remedy(
 def test_objects_that_hold_a_model_are_not_copied(
     how: Callable[[Any], Any], part: str, speculator: Speculator
 ) -> None:
-    held = getattr(speculator, part)
-    held = held() if part in ("session", "engine", "hf") else held
-    for one in (speculator, held):
-        if how is copy.copy and one is not speculator.backbone:
+    member = getattr(speculator, part)
+    member = member() if part in ("session", "engine", "hf") else member
+    for holder in (speculator, member):
+        if how is copy.copy and holder is not speculator.backbone:
             continue  # shares the model, as it should
         with pytest.raises(TypeError, match=r"wrap the copy: selfspec\.wrap\(") as caught:
-            how(one)
+            how(holder)
         assert "\n" not in str(caught.value)
 
 

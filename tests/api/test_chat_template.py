@@ -26,7 +26,7 @@ from tests.models import make_model
 from tests.talks import TEMPLATE
 
 ROLES = {"S": "system", "Q": "user", "A": "assistant", "Q2": "user"}
-TALK = [{"role": role, "content": said} for said, role in ROLES.items()]
+TALK = [{"role": role, "content": content} for content, role in ROLES.items()]
 WRITTEN = {
     "alpaca": "<s>S\n\n### Instruction:\nQ\n\n### Response:A</s>\n\n### Instruction:\nQ2\n\n"
     "### Response:",
@@ -43,11 +43,11 @@ WRITTEN = {
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer without a template, with the special tokens that the templates use."""
-    bare = byte_level_bpe()
-    bare.add_tokens(["<s>", "</s>"], special_tokens=True)
-    bare.bos_token, bare.eos_token = "<s>", "</s>"
-    assert bare.chat_template is None
-    return bare
+    bpe = byte_level_bpe()
+    bpe.add_tokens(["<s>", "</s>"], special_tokens=True)
+    bpe.bos_token, bpe.eos_token = "<s>", "</s>"
+    assert bpe.chat_template is None
+    return bpe
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +93,11 @@ def test_a_template_belongs_to_one_speculator_and_its_token_ends_answers(
     assert tokenizer.chat_template is None
     assert call.end_tokens == {end}
     assert speculator.call("a", {"raw": True}).end_tokens == frozenset()
-    said = speculator.call(TALK, {"eos_token_id": 5}).end_tokens
-    assert said == {5}
+    tokens = speculator.call(TALK, {"eos_token_id": 5}).end_tokens
+    assert tokens == {5}
     model.generation_config.eos_token_id = 7
-    given: Any = {"generation_config": GenerationConfig(max_new_tokens=4)}
-    assert speculator.call(TALK, given).end_tokens == {end, 7}
+    options: Any = {"generation_config": GenerationConfig(max_new_tokens=4)}
+    assert speculator.call(TALK, options).end_tokens == {end, 7}
     model.generation_config.eos_token_id = None
 
 
@@ -114,22 +114,22 @@ def test_read_ahead_compiles_a_grammar_for_the_end_tokens_in_use(
 def test_a_text_that_ends_turns_is_a_stop_string(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    shown = "{% for m in messages %}{{ m.content }}"
-    plain = wrap(model, tokenizer, chat_template=shown + "{% endfor %}")
-    answer = plain.generate("the cat", max_new_tokens=30).text
-    end = next(word for word in answer[4:].split() if word.isascii() and "'" not in word)
+    loop = "{% for m in messages %}{{ m.content }}"
+    plain = wrap(model, tokenizer, chat_template=loop + "{% endfor %}")
+    text = plain.generate("the cat", max_new_tokens=30).text
+    end = next(word for word in text[4:].split() if word.isascii() and "'" not in word)
     ending = "{% if m.role == 'assistant' %}" + repr(end)[1:-1] + "\n{% endif %}{% endfor %}"
-    speculator = wrap(model, tokenizer, chat_template=shown + ending)
+    speculator = wrap(model, tokenizer, chat_template=loop + ending)
     assert speculator.turn_end == TurnEnd(text=end)
-    found = speculator.generate("the cat", max_new_tokens=30)
-    assert found.stop_reason == "stop"
-    assert found.text == answer.partition(end)[0]
-    assert tokenizer.decode(found.token_ids) == found.text + end
-    assert "".join(speculator.stream("the cat", max_new_tokens=30)) == found.text
-    assert speculator.generate("the cat", raw=True, max_new_tokens=30).text == answer
-    config = GenerationConfig(max_new_tokens=30, stop_strings=answer[2])
+    answer = speculator.generate("the cat", max_new_tokens=30)
+    assert answer.stop_reason == "stop"
+    assert answer.text == text.partition(end)[0]
+    assert tokenizer.decode(answer.token_ids) == answer.text + end
+    assert "".join(speculator.stream("the cat", max_new_tokens=30)) == answer.text
+    assert speculator.generate("the cat", raw=True, max_new_tokens=30).text == text
+    config = GenerationConfig(max_new_tokens=30, stop_strings=text[2])
     earlier = speculator.generate("the cat", generation_config=config)
-    assert len(earlier.token_ids) < len(found.token_ids)
+    assert len(earlier.token_ids) < len(answer.token_ids)
 
 
 def test_an_end_token_is_not_shown_though_it_is_not_special(
@@ -138,14 +138,14 @@ def test_an_end_token_is_not_shown_though_it_is_not_special(
     speculator = wrap(model, tokenizer)
     ids = speculator.generate("the cat", max_new_tokens=30).token_ids
     end = next(token for place, token in enumerate(ids[4:], 4) if token not in ids[:place])
-    asked: Any = {"max_new_tokens": 30, "eos_token_id": end}
-    shown = speculator.generate("the cat", **asked)
+    options: Any = {"max_new_tokens": 30, "eos_token_id": end}
+    shown = speculator.generate("the cat", **options)
     assert shown.text == tokenizer.decode(shown.token_ids)  # an ordinary word as the end token
     tokenizer.add_tokens([str(tokenizer.convert_ids_to_tokens(end))])
-    found = speculator.generate("the cat", **asked)
-    assert found.token_ids == shown.token_ids
-    assert found.text == tokenizer.decode(found.token_ids[:-1])
-    assert "".join(speculator.stream("the cat", **asked)) == found.text
+    hidden = speculator.generate("the cat", **options)
+    assert hidden.token_ids == shown.token_ids
+    assert hidden.text == tokenizer.decode(hidden.token_ids[:-1])
+    assert "".join(speculator.stream("the cat", **options)) == hidden.text
 
 
 def test_heads_bring_the_template_of_their_text_and_another_is_named(
@@ -194,10 +194,10 @@ HOSTILE = {
 def test_a_broken_or_hostile_template_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(InvalidOption) as caught:
         templates.read(text)
-    said = str(caught.value)
-    assert (BROKEN | HOSTILE)[text] in said
-    assert "\n" not in said
-    assert len(said) < 1000
+    message = str(caught.value)
+    assert (BROKEN | HOSTILE)[text] in message
+    assert "\n" not in message
+    assert len(message) < 1000
 
 
 def test_the_template_of_heads_is_checked_too(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -212,10 +212,10 @@ def test_a_hostile_template_blocks_nothing_else(tokenizer: PreTrainedTokenizerFa
     good = templates.with_template(tokenizer, templates.read("chatml"))
     bad = templates.with_template(tokenizer, "{{ 10**(10**9) }}")
     with ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(apply_template, bad, TALK) for _ in range(3)]
+        futures = [pool.submit(apply_template, bad, TALK) for _ in range(3)]
         texts = [apply_template(good, TALK, add_generation_prompt=True) for _ in range(20)]
-        assert not any(one.done() for one in waiting)
-        reasons = [str(one.exception()) for one in waiting]
+        assert not any(future.done() for future in futures)
+        reasons = [str(future.exception()) for future in futures]
     assert {*texts} == {WRITTEN["chatml"]}
     assert all(TIME in reason for reason in reasons)
     assert limits == [*map(resource.getrlimit, kinds)]
@@ -224,17 +224,17 @@ def test_a_hostile_template_blocks_nothing_else(tokenizer: PreTrainedTokenizerFa
 def test_a_dead_renderer_is_replaced(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = templates.with_template(tokenizer, templates.read("chatml"))
-    before = apply_template(own, TALK)
+    clone = templates.with_template(tokenizer, templates.read("chatml"))
+    text = apply_template(clone, TALK)
     for child in templates._idle:
         child.kill()
         child.wait()
     with monkeypatch.context() as patch:  # as with too many open files: not the messages' fault
         patch.setattr("sys.executable", "/no/such/program")
         with pytest.raises(SelfspecError, match=r"templates: No such file or directory$") as caught:
-            apply_template(own, TALK)
+            apply_template(clone, TALK)
     assert not isinstance(caught.value, InvalidPrompt)
-    assert apply_template(own, TALK) == before
+    assert apply_template(clone, TALK) == text
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -279,28 +279,28 @@ def test_texts_are_those_of_transformers(
     tokenizer: PreTrainedTokenizerFast,
     default_template: str,
 ) -> None:
-    own = {"ten words": TEMPLATE, "every part": EVERY_PART, "default model": default_template}
-    having = templates.with_template(tokenizer, own.get(name) or templates.read(name))
+    sources = {"ten words": TEMPLATE, "every part": EVERY_PART, "default model": default_template}
+    clone = templates.with_template(tokenizer, sources.get(name) or templates.read(name))
     options: Any = {"tools": tools, "add_generation_prompt": asks}
     try:
-        expected = having.apply_chat_template(TALKS[talk], tokenize=False, **options)
+        expected = clone.apply_chat_template(TALKS[talk], tokenize=False, **options)
     except Exception as error:  # noqa: BLE001  # of the template
         reason = " ".join(str(error).split())
         with pytest.raises(InvalidPrompt, match=re.escape(reason)):
-            apply_template(having, TALKS[talk], **options)
+            apply_template(clone, TALKS[talk], **options)
     else:
-        assert apply_template(having, TALKS[talk], **options) == expected
+        assert apply_template(clone, TALKS[talk], **options) == expected
 
 
 def test_a_wrong_name_and_a_missing_or_broken_file_are_named(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{% for %}")
-    for source, words in (
+    for source, reason in (
         ("vicunna", "Did you mean vicuna"),
         (tmp_path / "none.jinja", "cannot read"),
         (tmp_path, "is a folder"),
         (tmp_path / "own.jinja", r"own\.jinja, line 1 is no chat template"),
     ):
-        with pytest.raises(InvalidOption, match=words):
+        with pytest.raises(InvalidOption, match=reason):
             templates.read(source)
 
 

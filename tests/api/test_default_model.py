@@ -53,9 +53,9 @@ def test_no_draft_changes_a_bit_of_a_logit(
     speculator = loaded(default, dtype, executor)
     short, long = (encode(speculator.tokenizer, text) for text in (PROMPTS[1], PROMPTS[0] * 8))
     assert 160 < long.shape[1] < 192  # some kernels cut sums of more than 192 slots in two
-    more = (*ladder.FEW, "medusa trees", "fewer layers", "deep with states")
-    both = (short, more if dtype == torch.float32 else ladder.FEW), (long, ladder.FEW)
-    for ids, kinds in both[1:] if executor == "generic" else both:
+    all_kinds = (*ladder.FEW, "medusa trees", "fewer layers", "deep with states")
+    cases = (short, all_kinds if dtype == torch.float32 else ladder.FEW), (long, ladder.FEW)
+    for ids, kinds in cases[1:] if executor == "generic" else cases:
         fixed = PassShape(rows=6, slots=fixed_slots(ids.shape[1] + 36))
         shape = fixed if executor == "generic" else ladder.FREE
         ladder.check_draft_invariance(
@@ -72,9 +72,9 @@ def test_committed_heads_draft_and_the_pinned_text_stays(default: Speculator) ->
 
 
 def test_the_default_model_is_recognised_and_gets_its_heads(default: Speculator) -> None:
-    found = heads_for(default.model, lambda: default.backbone.fingerprint)
-    assert found is not None
-    assert found.name == DEFAULT_HEADS  # not the translator heads
+    heads = heads_for(default.model, lambda: default.backbone.fingerprint)
+    assert heads is not None
+    assert heads.name == DEFAULT_HEADS  # not the translator heads
 
 
 def test_tokens_equal_hugging_face_or_differ_at_near_ties(default: Speculator) -> None:

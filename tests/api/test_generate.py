@@ -29,10 +29,10 @@ from tests.talks import make_tokenizer
 def test_custom_generate_returns_the_output_object_of_transformers(
     speculator: Speculator, exact: Any
 ) -> None:
-    ids, asked = random_ids(13), {"max_new_tokens": 30, "do_sample": False}
+    ids, options = random_ids(13), {"max_new_tokens": 30, "do_sample": False}
     loop = speculator.hf(drafter="exit:threshold=0.5")
-    record = exact.generate(ids, custom_generate=loop, return_dict_in_generate=True, **asked)
-    assert torch.equal(record.sequences, exact.generate(ids, **asked))
+    record = exact.generate(ids, custom_generate=loop, return_dict_in_generate=True, **options)
+    assert torch.equal(record.sequences, exact.generate(ids, **options))
 
 
 def test_a_pad_token_in_a_single_prompt_is_not_padding(exact: Any) -> None:
@@ -56,20 +56,20 @@ def test_many_generations_leak_no_tensors(speculator: Speculator) -> None:
 
     for _ in range(3):
         speculator.generate(random_ids(13), max_new_tokens=5)
-    before = live()
+    count = live()
     for _ in range(10):
         speculator.generate(random_ids(13), max_new_tokens=5)
-    assert live() <= before
+    assert live() <= count
 
 
 @needs_compiler
 def test_keys_and_values_are_freed_without_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[ref[kv.Page]] = []
+    pages: list[ref[kv.Page]] = []
 
     class Noted(kv.Page):
         def __init__(self, layout: kv.PageLayout) -> None:
             super().__init__(layout)
-            made.append(ref(self))
+            pages.append(ref(self))
 
     monkeypatch.setattr(kv, "Page", Noted)
     speculator = wrap(make_model("llama"), make_tokenizer(), executor="fused")
@@ -78,8 +78,8 @@ def test_keys_and_values_are_freed_without_a_collection(monkeypatch: pytest.Monk
         speculator.generate(random_ids(200), max_new_tokens=5)
         speculator.generate_batch([random_ids(130, seed) for seed in (1, 2)], max_new_tokens=5)
         next(speculator.stream(random_ids(130), max_new_tokens=50))
-        assert made
-        assert not [page for page in made if page() is not None]
+        assert pages
+        assert not [page for page in pages if page() is not None]
     finally:
         gc.enable()
 
@@ -106,13 +106,13 @@ def test_autocast_around_an_answer_is_refused(exact: Any) -> None:
 def test_missing_heads_are_reported(exact: Any, caplog: pytest.LogCaptureFixture) -> None:
     wrap(exact, heads="none")
     assert not caplog.text
-    seen = wrap(exact)
+    speculator = wrap(exact)
     assert "selfspec adapt --raw --model" in caplog.text  # not the default model
     assert "prompt lookup drafts" in caplog.text
-    looping = torch.tensor([[7, 8, 9] * 8])
-    answer = seen.generate(looping, max_new_tokens=20)
-    assert {*answer.stats.drafted_by_source} <= {"ngram"}
-    assert answer.token_ids == seen.generate(looping, max_new_tokens=20, speculate=False).token_ids
+    ids = torch.tensor([[7, 8, 9] * 8])
+    reply = speculator.generate(ids, max_new_tokens=20)
+    assert {*reply.stats.drafted_by_source} <= {"ngram"}
+    assert reply.token_ids == speculator.generate(ids, max_new_tokens=20, speculate=False).token_ids
     caplog.clear()
     wrap(exact, drafter="none")
     wrap(exact, speculate=False)
@@ -132,23 +132,23 @@ def test_the_default_model_gets_its_heads_unless_dtype_or_drafter_differ(
     dtype: torch.dtype, options: Any, heads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = hub.ModelFiles("tiny", "tiny", is_default=True)
-    tiny = make_model("llama", dtype), make_tokenizer(), files
-    asked: list[Any] = []
-    monkeypatch.setattr(hub, "load_model", lambda *_, **__: tiny)
-    monkeypatch.setattr(facade, "find_heads", lambda _model, heads, _label: asked.append(heads))
+    parts = make_model("llama", dtype), make_tokenizer(), files
+    names: list[Any] = []
+    monkeypatch.setattr(hub, "load_model", lambda *_, **__: parts)
+    monkeypatch.setattr(facade, "find_heads", lambda _model, heads, _label: names.append(heads))
     facade.load(executor="generic", **options)
-    assert asked == [heads]
+    assert names == [heads]
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
 def test_sampling_keywords_turn_sampling_on(speculator: Speculator, name: str) -> None:
     value: Any = {"temperature": 1.5, "top_k": 50}.get(name, 0.5)
-    asked: Any = {"max_new_tokens": 12, "seed": 3, name: value}
-    drawn = speculator.generate(random_ids(5), do_sample=True, **asked).token_ids
-    assert speculator.generate(random_ids(5), **asked).token_ids == drawn
+    options: Any = {"max_new_tokens": 12, "seed": 3, name: value}
+    sampled = speculator.generate(random_ids(5), do_sample=True, **options).token_ids
+    assert speculator.generate(random_ids(5), **options).token_ids == sampled
     greedy = speculator.generate(random_ids(5), max_new_tokens=12).token_ids
-    assert speculator.generate(random_ids(5), do_sample=False, **asked).token_ids == greedy
-    at_zero: Any = {**asked, "temperature": 0}
+    assert speculator.generate(random_ids(5), do_sample=False, **options).token_ids == greedy
+    at_zero: Any = {**options, "temperature": 0}
     assert speculator.generate(random_ids(5), **at_zero).token_ids == greedy
 
 
@@ -213,9 +213,9 @@ def test_one_warning_says_that_the_text_goes_beyond_the_limit(
     caplog.set_level(logging.WARNING, "selfspec")
     for _ in range(2):  # warned once, as in transformers
         limited.generate(random_ids(length), max_new_tokens=new)
-    found = [entry.getMessage() for entry in caplog.records if "goes beyond" in entry.getMessage()]
-    assert len(found) == told
-    assert all(f"{LIMIT} positions" in text and "\n" not in text for text in found)
+    lines = [entry.getMessage() for entry in caplog.records if "goes beyond" in entry.getMessage()]
+    assert len(lines) == told
+    assert all(f"{LIMIT} positions" in text and "\n" not in text for text in lines)
 
 
 LONG: dict[str, Any] = {
@@ -269,8 +269,8 @@ def test_answers_end_with_a_table_of_positions(
     padded = torch.cat([random_ids(8), ids], dim=1)
     mask = torch.ones_like(padded)
     mask[0, :8] = 0
-    again = limited.generate(padded, attention_mask=mask, max_new_tokens=30)
-    assert again.token_ids == answer.token_ids
+    repeat = limited.generate(padded, attention_mask=mask, max_new_tokens=30)
+    assert repeat.token_ids == answer.token_ids
     # padded passes stay within the table of positions
     pinned = limited.generate(ids, max_new_tokens=30, pinned=True, pinned_rows=16)
     assert pinned.token_ids == answer.token_ids

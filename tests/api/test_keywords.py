@@ -29,9 +29,9 @@ LENGTH = 9
 
 def test_every_config_field_is_in_one_table_and_its_default_passes() -> None:
     config = GenerationConfig()
-    sorted_ones = HONOURED | NEUTRAL | REFUSED.keys()
-    assert vars(config).keys() <= sorted_ones, "new: does it change what is decoded?"
-    assert len(sorted_ones) == len(HONOURED) + len(NEUTRAL) + len(REFUSED)
+    known = HONOURED | NEUTRAL | REFUSED.keys()
+    assert vars(config).keys() <= known, "new: does it change what is decoded?"
+    assert len(known) == len(HONOURED) + len(NEUTRAL) + len(REFUSED)
     refuse_other_decoding(config)
     config.update(**GenerationConfig._get_default_generation_params())
     refuse_other_decoding(config)
@@ -98,8 +98,8 @@ def test_neutral_fields_change_no_token_of_transformers(
     ids, options = random_ids(LENGTH), {"max_new_tokens": 8, "do_sample": False}
     plain = exact.generate(ids, **options)
     assert torch.equal(exact.generate(ids, **given, **options), plain)
-    found = exact.generate(ids, custom_generate=speculator.hf(), **given, **options)
-    assert torch.equal(found, plain)
+    output = exact.generate(ids, custom_generate=speculator.hf(), **given, **options)
+    assert torch.equal(output, plain)
 
 
 HONOURED_VALUES: dict[str, Any] = {
@@ -118,14 +118,14 @@ HONOURED_VALUES: dict[str, Any] = {
 def test_an_honoured_field_has_the_same_effect_as_in_transformers(
     name: str, speculator: Speculator, exact: Any
 ) -> None:
-    ids, end = random_ids(LENGTH), {"eos_token_id": 95, "max_new_tokens": 10}
+    ids, base = random_ids(LENGTH), {"eos_token_id": 95, "max_new_tokens": 10}
     if name.startswith("min_"):
-        end["eos_token_id"] = 82  # the third token
+        base["eos_token_id"] = 82  # the third token
     if name == "max_length":
-        del end["max_new_tokens"]
-    options = end | {name: HONOURED_VALUES[name]}
+        del base["max_new_tokens"]
+    options = base | {name: HONOURED_VALUES[name]}
     expected = exact.generate(ids, do_sample=False, **options)[0, LENGTH:].tolist()
-    assert expected != exact.generate(ids, do_sample=False, **end)[0, LENGTH:].tolist()
+    assert expected != exact.generate(ids, do_sample=False, **base)[0, LENGTH:].tolist()
     if name.startswith("encoder"):  # not a keyword of `generate`
         options = {"generation_config": GenerationConfig(**options)}
     assert speculator.generate(ids, **options).token_ids == expected
@@ -161,14 +161,14 @@ def test_a_models_own_config_means_the_same_as_in_transformers(
     defaults = GenerationConfig._get_default_generation_params()
     value = defaults.get(name) if built_in else OWN_VALUES[name]
     ids = random_ids(LENGTH)
-    more: Any = {} if name.startswith("max_") else {"max_new_tokens": 11}
+    options: Any = {} if name.startswith("max_") else {"max_new_tokens": 11}
     config = model.generation_config
     monkeypatch.setattr(config, "eos_token_id", 3 if ends else None)
     monkeypatch.setattr(config, "pad_token_id", 299)  # not in the prompt, where it would be masked
     monkeypatch.setattr(config, "do_sample", name in SAMPLED)
     monkeypatch.setattr(config, name, value)
     if name.startswith("max_") and config.max_new_tokens is config.max_length is None:
-        more = {"max_new_tokens": 128}  # our default
+        options = {"max_new_tokens": 128}  # our default
     sampler = Sampler(LogitsProcessorList(), do_sample=True)
 
     def ours(probs: Tensor, num_samples: int) -> Tensor:
@@ -179,22 +179,22 @@ def test_a_models_own_config_means_the_same_as_in_transformers(
     monkeypatch.setattr(torch, "multinomial", ours)
     torch.manual_seed(0)
     try:
-        theirs = model.generate(ids, tokenizer=own.tokenizer, **more)
+        output = model.generate(ids, tokenizer=own.tokenizer, **options)
     except RuntimeError:
         with pytest.raises(InvalidOption, match=f"^{name} makes the end token likelier"):
-            own.generate(ids, **more)
+            own.generate(ids, **options)
         return
     torch.manual_seed(0)
-    found = own.generate_batch(ids, speculate=False, **more)
-    rows = getattr(theirs, "sequences", theirs)[:, LENGTH:].tolist()
-    assert len(found) == len(rows)
-    for answer, row in zip(found, rows, strict=True):
+    answers = own.generate_batch(ids, speculate=False, **options)
+    rows = getattr(output, "sequences", output)[:, LENGTH:].tolist()
+    assert len(answers) == len(rows)
+    for answer, row in zip(answers, rows, strict=True):
         count = len(answer.token_ids)
         assert answer.token_ids == row[:count]
         assert {*row[count:]} <= {config.pad_token_id}
     if not config.do_sample:
-        drafted = own.generate_batch(ids, **more)
-        assert [one.token_ids for one in drafted] == [one.token_ids for one in found]
+        drafted = own.generate_batch(ids, **options)
+        assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in answers]
 
 
 # Keywords of the model's forward
@@ -208,8 +208,8 @@ UNDERSTOOD = {
 
 def test_every_keyword_of_the_forward_is_understood_or_refused(exact: Any) -> None:
     """Covers every keyword that transformers passes on to a decoder's forward."""
-    own = set(inspect.signature(exact.forward).parameters) - {"kwargs", "input_ids"}
-    for name in (own | set(TransformersKwargs.__annotations__)) - UNDERSTOOD:
+    parameters = set(inspect.signature(exact.forward).parameters) - {"kwargs", "input_ids"}
+    for name in (parameters | set(TransformersKwargs.__annotations__)) - UNDERSTOOD:
         with pytest.raises(InvalidOption, match=f"^{name} is not supported"):
             request.refuse_model_keywords({name: torch.ones(1, LENGTH)}, random_ids(LENGTH))
 
@@ -227,10 +227,10 @@ def test_every_keyword_of_the_forward_is_understood_or_refused(exact: Any) -> No
 def test_hf_refuses_keywords_that_it_would_ignore(
     name: str, value: Any, speculator: Speculator, exact: Any
 ) -> None:
-    asked = {"max_new_tokens": 3, "custom_generate": speculator.hf(), name: value}
+    options = {"max_new_tokens": 3, "custom_generate": speculator.hf(), name: value}
     for ids in (random_ids(LENGTH), *([None] if name == "inputs_embeds" else [])):
         with pytest.raises(InvalidOption, match=f"^{name}") as caught:
-            exact.generate(ids, **asked)
+            exact.generate(ids, **options)
         assert "\n" not in str(caught.value)
 
 
@@ -246,25 +246,25 @@ def test_a_vision_model_answers_text_and_refuses_pictures(
     kind: Any, text: str, marks: tuple[str, ...]
 ) -> None:
     """transformers passes on token types of pictures even if there are no pictures."""
-    sees = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    sees |= {"num_heads": 2, "depth": 1, "out_hidden_size": 32}
-    reads = make_model(text).config.to_dict()
+    vision = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    vision |= {"num_heads": 2, "depth": 1, "out_hidden_size": 32}
+    language = make_model(text).config.to_dict()
     if text == "qwen2":
         pytest.importorskip("transformers", "5.24")  # refused in 5.17
-        reads["rope_parameters"]["mrope_section"] = [1, 1, 2]
-    config = kind(text_config=reads, vision_config=sees)
+        language["rope_parameters"]["mrope_section"] = [1, 1, 2]
+    config = kind(text_config=language, vision_config=vision)
     model: Any = transformers.AutoModelForImageTextToText.from_config(config).double().eval()
     ids, loop = random_ids(2 * LENGTH).view(2, -1), wrap(model).hf()
     mask = torch.ones_like(ids).index_fill(1, torch.arange(3), 0)
-    none: dict[str, Any] = dict.fromkeys(marks, torch.zeros_like(ids))
-    for given in (none, none | {"attention_mask": mask}):
-        given["max_new_tokens"] = 8
-        expected = model.generate(ids, **given)
-        assert torch.equal(model.generate(ids, custom_generate=loop, **given), expected)
-    places = torch.arange(LENGTH).expand(2, -1)  # counts the padding: wrong with this mask
-    for name, value in {"position_ids": places, **dict.fromkeys(marks, ids)}.items():
+    zeros: dict[str, Any] = dict.fromkeys(marks, torch.zeros_like(ids))
+    for options in (zeros, zeros | {"attention_mask": mask}):
+        options["max_new_tokens"] = 8
+        expected = model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, custom_generate=loop, **options), expected)
+    positions = torch.arange(LENGTH).expand(2, -1)  # counts the padding: wrong with this mask
+    for name, value in {"position_ids": positions, **dict.fromkeys(marks, ids)}.items():
         with pytest.raises(InvalidOption, match=f"^{name}[, ]"):
-            model.generate(ids, custom_generate=loop, **{**given, name: value})
+            model.generate(ids, custom_generate=loop, **{**options, name: value})
     with pytest.raises(InvalidOption, match="input_ids alone"):
         request.refuse_model_keywords({"mm_encoder_outputs": {"image": ids}}, ids)
 
@@ -275,11 +275,11 @@ def test_keywords_that_a_loop_never_receives_are_refused(
 ) -> None:
     """The loop cannot honour these values; a caller's cache, for one, would stay as it is."""
     value = {"assistant_model": make_model("llama"), "synced_gpus": True}.get(name, DynamicCache())
-    given = {name: value, "custom_generate": speculator.hf(), "max_new_tokens": 4}
+    options = {name: value, "custom_generate": speculator.hf(), "max_new_tokens": 4}
     with pytest.raises(
         InvalidOption, match=rf"^({name}|{CACHE}) is not supported: it would be ignored"
     ) as caught:
-        exact.generate(random_ids(LENGTH), **given)
+        exact.generate(random_ids(LENGTH), **options)
     assert name in str(caught.value)
 
 
@@ -288,8 +288,8 @@ def test_refused_keywords_may_have_neutral_values(
 ) -> None:
     config: Any = speculator.model.generation_config
     monkeypatch.setattr(config, "use_cache", False)  # as left from training
-    asked: dict[str, Any] = {"max_new_tokens": 3}
-    expected = speculator.generate(random_ids(9), **asked).token_ids
-    asked |= {"use_cache": True, "num_beams": 1, "output_scores": None, "synced_gpus": False}
-    asked["return_dict_in_generate"] = False
-    assert speculator.generate(random_ids(9), **asked).token_ids == expected
+    options: dict[str, Any] = {"max_new_tokens": 3}
+    expected = speculator.generate(random_ids(9), **options).token_ids
+    options |= {"use_cache": True, "num_beams": 1, "output_scores": None, "synced_gpus": False}
+    options["return_dict_in_generate"] = False
+    assert speculator.generate(random_ids(9), **options).token_ids == expected

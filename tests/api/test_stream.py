@@ -43,9 +43,9 @@ def test_a_streamer_hears_prompt_tokens_and_end(speculator: Speculator, exact: A
     assert listener.heard == [ids[0].tolist(), *([token] for token in answer.token_ids)]
     assert listener.ended == 1
 
-    def wrapped(*given: Any, **more: Any) -> Any:
+    def wrapped(*args: Any, **options: Any) -> Any:
         streamer = "another's"  # noqa: F841  # a caller's variable, not generate's
-        return loop(*given, **more)
+        return loop(*args, **options)
 
     for custom_generate in (loop, wrapped):
         second = Listener()
@@ -55,9 +55,9 @@ def test_a_streamer_hears_prompt_tokens_and_end(speculator: Speculator, exact: A
 
 
 def test_a_streamer_hears_the_end_after_an_error_too(speculator: Speculator) -> None:
-    listener, broken = Listener(), [lambda *_: 1 // 0]
+    listener, criteria = Listener(), [lambda *_: 1 // 0]
     with pytest.raises(ZeroDivisionError):
-        speculator.generate(random_ids(13), streamer=listener, stopping_criteria=broken)
+        speculator.generate(random_ids(13), streamer=listener, stopping_criteria=criteria)
     assert listener.ended == 1
     speculator.stream(random_ids(13), streamer=listener).close()
     assert listener.ended == 2
@@ -74,13 +74,13 @@ def test_a_streamer_takes_one_text_only(speculator: Speculator, exact: Any) -> N
 
 
 def test_the_estimate_follows_from_the_costs(speculator: Speculator) -> None:
-    always: Any = {"max_new_tokens": 20, "never_slower": False}
-    stream = speculator.stream(random_ids(9), costs="row=0.5,head=0.25", **always)
+    options: Any = {"max_new_tokens": 20, "never_slower": False}
+    stream = speculator.stream(random_ids(9), costs="row=0.5,head=0.25", **options)
     answer = stream.drain()
-    behind = stream.rounds[1:]
+    rounds = stream.rounds[1:]
     steps = sum(
-        1 + 0.5 * len(one.draft_tokens) + 0.25 * one.heads + sum(one.exit_layers) / 6
-        for one in behind
+        1 + 0.5 * len(entry.draft_tokens) + 0.25 * entry.heads + sum(entry.exit_layers) / 6
+        for entry in rounds
     )
     assert answer.stats.drafted > 0
     assert answer.estimate is not None
@@ -88,17 +88,17 @@ def test_the_estimate_follows_from_the_costs(speculator: Speculator) -> None:
     assert answer.estimate.measured
     stream._entries.shared = True  # with other texts, whose rows change all costs
     assert stream.result.estimate is None
-    usual = speculator.generate(random_ids(9), **always)
-    assert usual.estimate is not None
-    assert not usual.estimate.measured
-    usual.stats.seconds.clear()  # without times the summary has no speed
-    assert usual.summary() == (
-        f"20 tokens, {usual.stats.compression_rate:.1f} tokens per pass, about "
-        f"{usual.estimate.speed_up:.1f} times as fast as without drafts (a guess; to measure: "
+    default = speculator.generate(random_ids(9), **options)
+    assert default.estimate is not None
+    assert not default.estimate.measured
+    default.stats.seconds.clear()  # without times the summary has no speed
+    assert default.summary() == (
+        f"20 tokens, {default.stats.compression_rate:.1f} tokens per pass, about "
+        f"{default.estimate.speed_up:.1f} times as fast as without drafts (a guess; to measure: "
         "selfspec tune)"
     )
     assert answer.summary().endswith(" times as fast as without drafts (by costs measured here)")
-    plain = speculator.generate(random_ids(9), speculate=False, **always)
+    plain = speculator.generate(random_ids(9), speculate=False, **options)
     assert re.fullmatch(r"20 tokens at [\d.]+ tokens/s, 1.0 tokens per pass", plain.summary())
 
 
@@ -108,33 +108,33 @@ def test_later_turns_run_only_new_tokens_and_give_the_same_answer(speculator: Sp
     answer = session.generate(first, max_new_tokens=8)
     assert answer.stats.reused_tokens == 0
     second = torch.cat([first, torch.tensor([answer.token_ids]), random_ids(4, seed=1)], dim=1)
-    later = session.generate(second, max_new_tokens=8)
-    assert later.stats.reused_tokens == 13 + 8 - 1
-    assert later.token_ids == speculator.generate(second, max_new_tokens=8).token_ids
+    reply = session.generate(second, max_new_tokens=8)
+    assert reply.stats.reused_tokens == 13 + 8 - 1
+    assert reply.token_ids == speculator.generate(second, max_new_tokens=8).token_ids
     edited = second.clone()
     edited[0, 10] = (edited[0, 10] + 1) % 96
-    again = session.generate(edited, max_new_tokens=8)
-    assert again.stats.reused_tokens == 10
-    assert again.token_ids == speculator.generate(edited, max_new_tokens=8).token_ids
+    retry = session.generate(edited, max_new_tokens=8)
+    assert retry.stats.reused_tokens == 10
+    assert retry.token_ids == speculator.generate(edited, max_new_tokens=8).token_ids
 
 
 def test_threads_may_share_a_session_and_close_a_stream(speculator: Speculator) -> None:
-    session, heard = speculator.session(), SimpleQueue[Tensor]()
+    session, queue = speculator.session(), SimpleQueue[Tensor]()
     prompts = [random_ids(13, seed) for seed in range(3)]
 
     def answer(ids: Tensor) -> list[int]:
         return session.generate(ids, max_new_tokens=20).token_ids
 
-    listener = Mock(put=heard.put)
+    listener = Mock(put=queue.put)
     stream = speculator.stream(random_ids(13), max_new_tokens=200, streamer=listener)
     with ThreadPoolExecutor() as threads:
-        found = [*threads.map(answer, prompts)]
-        drained = threads.submit(stream.drain)
+        answers = [*threads.map(answer, prompts)]
+        future = threads.submit(stream.drain)
         for _ in ("the prompt", "a token"):
-            heard.get()
+            queue.get()
         stream.close()
-    assert found == [*map(answer, prompts)]
-    assert 0 < len(drained.result().token_ids) < 200
+    assert answers == [*map(answer, prompts)]
+    assert 0 < len(future.result().token_ids) < 200
 
 
 # Coloured, in a notebook
@@ -157,8 +157,8 @@ def test_pieces_join_to_the_text_and_name_their_givers(speaker: Speculator) -> N
     assert "".join(piece.text for piece in answer.pieces) == answer.text
     assert [entry.prefill for entry in stream.rounds] == [True] + [False] * answer.stats.rounds
     assert [token for entry in stream.rounds for token in entry.tokens] == answer.token_ids
-    gave = [giver for entry in stream.rounds for giver in entry.givers]
-    assert [piece.giver for piece in answer.pieces] == gave
+    givers = [giver for entry in stream.rounds for giver in entry.givers]
+    assert [piece.giver for piece in answer.pieces] == givers
     drafted = [piece for piece in answer.pieces if piece.giver.source != "model"]
     assert len(drafted) == answer.stats.accepted
     assert text_of(answer._repr_html_()) == answer.text
@@ -166,13 +166,13 @@ def test_pieces_join_to_the_text_and_name_their_givers(speaker: Speculator) -> N
 
 def test_a_continuation_keeps_its_first_space() -> None:
     model = make_model("llama", torch.float64, vocab_size=4)
-    said: Any = {"max_new_tokens": 1, "sequence_bias": {(1,): 1e3}, "do_sample": False}
+    bias: Any = {"max_new_tokens": 1, "sequence_bias": {(1,): 1e3}, "do_sample": False}
     base = wrap(model, tokenizer := metaspace())
-    assert [base.generate("hello", raw=raw, **said).text for raw in (False, True)] == [" world"] * 2
+    assert [base.generate("hello", raw=raw, **bias).text for raw in (False, True)] == [" world"] * 2
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     chat = wrap(model, tokenizer)
-    found = [chat.stream("hello", raw=raw, **said) for raw in (False, True)]
-    assert [next(one) for one in found] == ["world", " world"]
+    streams = [chat.stream("hello", raw=raw, **bias) for raw in (False, True)]
+    assert [next(stream) for stream in streams] == ["world", " world"]
 
 
 def test_a_round_names_the_giver_of_each_token() -> None:
@@ -183,14 +183,14 @@ def test_a_round_names_the_giver_of_each_token() -> None:
 
 
 def test_text_is_escaped_and_each_giver_has_its_style() -> None:
-    said = {"exit": "<script>alert(1)</script>", "ngram": " & ", "grammar": '"\n', "model": "<b>"}
-    pieces = [Piece(text, Giver(source)) for source, text in said.items()]
+    texts = {"exit": "<script>alert(1)</script>", "ngram": " & ", "grammar": '"\n', "model": "<b>"}
+    pieces = [Piece(text, Giver(source)) for source, text in texts.items()]
     text = "".join(piece.text for piece in pieces)
-    shown = html(text, pieces, 6, "1 < 2")
-    assert text_of(shown) == text
-    assert not re.search("<script|<b>|1 < 2", shown)
-    assert {"solid", "dotted", "dashed"} <= set(re.findall(r"underline 2px (\w+)", shown))
-    assert "the embedding" in shown
+    markup = html(text, pieces, 6, "1 < 2")
+    assert text_of(markup) == text
+    assert not re.search("<script|<b>|1 < 2", markup)
+    assert {"solid", "dotted", "dashed"} <= set(re.findall(r"underline 2px (\w+)", markup))
+    assert "the embedding" in markup
 
 
 def test_an_error_shows_the_callers_lines_and_its_sentence(speaker: Speculator) -> None:
@@ -216,7 +216,7 @@ def test_a_stream_shows_its_text_as_it_grows(
     speaker.stream("the cat", **options).show()
     display = notebook.display.display  # one display, updated each time
     calls = [display.call_args, *display.return_value.update.call_args_list]
-    shown = [call.args[0].text for call in calls]
-    assert shown[-1] == text
-    assert len(shown) > 2
-    assert all(newer.startswith(older) for older, newer in pairwise(shown))
+    texts = [call.args[0].text for call in calls]
+    assert texts[-1] == text
+    assert len(texts) > 2
+    assert all(newer.startswith(older) for older, newer in pairwise(texts))

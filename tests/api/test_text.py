@@ -27,24 +27,24 @@ MAT = ("the cat sat on the mat, the end of the thing",) * 5
 
 def byte_level_bpe(texts: Iterable[str] = MAT, size: int = 280) -> PreTrainedTokenizerFast:
     """A tokenizer of bytes, a few merges and `<end>`: a character can take several tokens."""
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    sizes: Any = {"vocab_size": size, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    trainer = trainers.BpeTrainer(special_tokens=["<end>"], show_progress=False, **sizes)
-    inner.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    options: Any = {"vocab_size": size, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(special_tokens=["<end>"], show_progress=False, **options)
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     assert len(tokenizer) <= size
     return tokenizer
 
 
 def metaspace() -> PreTrainedTokenizerFast:
     """A tokenizer of words with a leading space, which decoding strips from the first word."""
-    words = {"\u2581hello": 0, "\u2581world": 1, "!": 2, "<end>": 3}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<end>"))
-    inner.pre_tokenizer = pre_tokenizers.Metaspace()
-    inner.decoder = decoders.Metaspace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    vocab = {"\u2581hello": 0, "\u2581world": 1, "!": 2, "<end>": 3}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<end>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
 
 
 @pytest.fixture
@@ -100,13 +100,13 @@ def test_blocks_of_any_size_join_to_the_decoded_whole(name: str, data: st.DataOb
     any_ids = st.lists(st.integers(0, len(tokenizer) - 1), max_size=12)
     texts = st.sampled_from(TEXTS).map(partial(ids_of, tokenizer))
     ids = data.draw(any_ids if name == "words" else any_ids | texts)
-    decoder, mute, rest, found = TextDecoder(tokenizer), TextDecoder(None), ids, ""
+    decoder, mute, rest, text = TextDecoder(tokenizer), TextDecoder(None), ids, ""
     while rest:
         size = data.draw(st.integers(0, 5))
-        found += decoder.push(rest[:size])
+        text += decoder.push(rest[:size])
         assert mute.push(rest[:size], last=True) == ""
         rest = rest[size:]
-    assert found + decoder.push([], last=True) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert text + decoder.push([], last=True) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_a_character_waits_for_its_last_byte_or_the_end(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -142,8 +142,8 @@ def test_texts_of_single_tokens_join_to_the_whole(tokenizer: PreTrainedTokenizer
     assert metaspace().decode([1]) == "world"  # its leading space is stripped
     assert [*map(words.of, (1, 2, 3))] == [" world", "!", "<end>"]
     assert (mute.of(3), mute.pieces([3, 12])) == ("<3>", ["<3>", "<12>"])
-    goes_on = TextDecoder(metaspace())
-    assert [goes_on.push([2], last=True), goes_on.push([1])] == ["!", " world"]
+    decoder = TextDecoder(metaspace())
+    assert [decoder.push([2], last=True), decoder.push([1])] == ["!", " world"]
 
 
 SHORT = st.text("abc", max_size=4)
@@ -152,14 +152,14 @@ SHORT = st.text("abc", max_size=4)
 @given(st.lists(SHORT, max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
 def test_pieces_join_to_the_text_before_the_first_stop(pieces: list[str], stops: list[str]) -> None:
     until = UntilStop(stops)
-    shown = "".join([until.push(piece) for piece in pieces] + [until.push("", last=True)])
+    output = "".join([until.push(piece) for piece in pieces] + [until.push("", last=True)])
     text, ended = "", False
     for piece in pieces:
         text += piece
         if ended := any(stop in text for stop in stops):
             text = text[: min(text.find(stop) for stop in stops if stop in text)]
             break
-    assert shown == text
+    assert output == text
     assert until.found is ended
 
 
@@ -167,8 +167,8 @@ def test_a_stop_is_found_in_a_token_that_was_added_later(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     for count in range(2):
-        stop, added = stop_strings(tokenizer, "<later>"), torch.tensor([[len(tokenizer) - 1]])
-        assert bool(stop(added, None)) == (count == 1)
+        stop, ids = stop_strings(tokenizer, "<later>"), torch.tensor([[len(tokenizer) - 1]])
+        assert bool(stop(ids, None)) == (count == 1)
         tokenizer.add_tokens(["<later>"])
 
 

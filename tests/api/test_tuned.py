@@ -72,11 +72,11 @@ def test_costs_are_measured_once_and_kept(
     assert costs.head
     assert len(costs.rows or ()) == 15
     [file] = (cache.parent / "costs").iterdir()
-    kept = file.read_text()
+    text = file.read_text()
     assert wrap(model, heads=heads).options.costs == costs
-    assert file.read_text() == kept
-    for broken in ("", "{}", '{"format_version": 2, "options": {"costs": "row=7"}}'):
-        file.write_text(broken)
+    assert file.read_text() == text
+    for content in ("", "{}", '{"format_version": 2, "options": {"costs": "row=7"}}'):
+        file.write_text(content)
         assert wrap(model, heads=heads).options.costs.rows is not None
         assert json.loads(file.read_text())["options"].keys() == {"costs"}
     with monkeypatch.context() as patch:
@@ -97,12 +97,12 @@ def test_each_setting_comes_from_the_first_source_that_has_it(
     """The order is: flag, file, tuned settings, heads, built-in defaults."""
     defaults = {"drafter": "ngram:size=2+exit:threshold=0.8,layers=2", "costs": "head=0.5,row=0.3"}
     heads = make_heads("translator", backbone.unembedding, defaults=defaults)
-    found = {"drafter": "ngram+exit:layers=4,max_tokens=3", "costs": "row=0.2"}
-    tuned.write(backbone, heads, found, {})
+    settings = {"drafter": "ngram+exit:layers=4,max_tokens=3", "costs": "row=0.2"}
+    tuned.write(backbone, heads, settings, {})
     (tmp_path / "run.yaml").write_text("drafter: exit:max_tokens=4,anneal_strength=0\n")
-    given = {"drafter": "exit:max_tokens=5"}
-    asked = merged(tmp_path / "run.yaml", given, SPECULATION)
-    options = wrap(model, heads=heads, **asked).options
+    flags = {"drafter": "exit:max_tokens=5"}
+    keywords = merged(tmp_path / "run.yaml", flags, SPECULATION)
+    options = wrap(model, heads=heads, **keywords).options
     assert options.drafter == "exit"
     assert options.exit == Exit(layers=(4,), threshold=0.8, anneal_strength=0.0, max_tokens=5)
     assert options.ngram == Ngram(size=2)
@@ -131,7 +131,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_another_model_dtype_thread_count_or_head_has_another_file(
     backbone: Backbone, heads: ExitHeads, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = [
+    pairs = [
         (backbone, train(make_heads("translator", backbone.unembedding))),
         (backbone, make_heads("translator", backbone.unembedding, temperatures={"2": 1.5})),
         (backbone, make_heads("translator", backbone.unembedding, exit_layers=(2, 5))),
@@ -140,16 +140,16 @@ def test_another_model_dtype_thread_count_or_head_has_another_file(
         (Backbone(make_model("llama"), executor="generic"), heads),
         (backbone, make_heads("translator", backbone.unembedding, base_fingerprint="other")),
     ]
-    files = {tuned.path(*other) for other in others}
+    files = {tuned.path(*pair) for pair in pairs}
     assert tuned.processor(torch.device("cpu"))
-    for module, name, other in (
+    for module, name, stub in (
         (tuned, "processor", lambda _: "another one"),
         (torch, "get_num_threads", lambda: 64),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, other)
+            patch.setattr(module, name, stub)
             files.add(tuned.path(backbone, heads))
-    assert len(files) == len(others) + 2
+    assert len(files) == len(pairs) + 2
     assert kept not in files
     same = make_heads("translator", backbone.unembedding, defaults={"drafter": "ngram"})
     assert tuned.path(backbone, same) == kept
@@ -160,8 +160,8 @@ def test_quantised_and_de_quantised_weights_have_separate_costs(tmp_path: Path) 
     """The fingerprint is the same, but the share of a step that a row costs differs."""
     write_model(file := tmp_path / "it.gguf")
     blocks, numbers = (
-        Backbone(load_model(file, dtype="float32", device="cpu", blocks=kept)[0])
-        for kept in (True, False)
+        Backbone(load_model(file, dtype="float32", device="cpu", blocks=quantised)[0])
+        for quantised in (True, False)
     )
     assert blocks.fingerprint == numbers.fingerprint
     assert tuned.path(blocks, None) != tuned.path(numbers, None)
