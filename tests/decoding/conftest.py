@@ -25,9 +25,9 @@ def eager(exact: Any, tmp_path_factory: pytest.TempPathFactory) -> Speculator:
     Datastore.of(random_ids(20_000).tolist(), make_tokenizer()).save(store)
     second = make_model("llama", torch.float64, num_hidden_layers=2)
     exits = "exit:layers=2/5,threshold=0.05,max_tokens=3"
-    found = wrap(exact, heads="logit-lens", draft_model=second, datastore=store, drafter=exits)
-    found.options = found.options.updated({"draft_model": "max_tokens=3", "costs": "row=0"})
-    return found
+    writer = wrap(exact, heads="logit-lens", draft_model=second, datastore=store, drafter=exits)
+    writer.options = writer.options.updated({"draft_model": "max_tokens=3", "costs": "row=0"})
+    return writer
 
 
 class WatchedBackbone(Backbone):

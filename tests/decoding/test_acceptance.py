@@ -48,9 +48,9 @@ def test_a_draft_is_never_refused_where_q_equals_p() -> None:
     target = torch.tensor([0.5, 0.25, 0.125, 0.125])
     for token in range(4):
         draft = drafted(token, law=target)
-        found = verdicts(SpeculativeSampling(sampler), Words(0), target.log().expand(2, 4), draft)
-        assert found[0] == (token, True)
-        assert not found[1][1]
+        pairs = verdicts(SpeculativeSampling(sampler), Words(0), target.log().expand(2, 4), draft)
+        assert pairs[0] == (token, True)
+        assert not pairs[1][1]
 
 
 def test_an_impossible_draft_is_refused_even_at_u_zero() -> None:
@@ -72,8 +72,8 @@ def test_certain_drafts_keep_the_targets_distribution(tokens: list[int]) -> None
 
     def play() -> tuple[int, ...]:
         words = Words(0)
-        found = verdicts(rule, words, targets[[0, *tokens]].log(), Draft.of(tokens))
-        kept[sum(is_draft for _, is_draft in found)] += sampler.dice.weight
+        pairs = verdicts(rule, words, targets[[0, *tokens]].log(), Draft.of(tokens))
+        kept[sum(is_draft for _, is_draft in pairs)] += sampler.dice.weight
         return tuple(words.tokens[1:])
 
     law = laws.enumerate_law(sampler, play)
@@ -113,12 +113,12 @@ def test_lenience_has_its_closed_form(lenience: float) -> None:
 
     law = laws.enumerate_law(sampler, play)
     p, q = TARGET.tolist(), DRAFT.tolist()
-    stays = [q[x] * min(1.0, p[x] / (q[x] * lenience)) if q[x] else 0.0 for x in range(5)]
-    rest = [max(0.0, p[x] - q[x]) for x in range(5)]
-    fresh = [(1 - sum(stays)) * rest[x] / sum(rest) for x in range(5)]
+    kept = [q[x] * min(1.0, p[x] / (q[x] * lenience)) if q[x] else 0.0 for x in range(5)]
+    surplus = [max(0.0, p[x] - q[x]) for x in range(5)]
+    replaced = [(1 - sum(kept)) * surplus[x] / sum(surplus) for x in range(5)]
     expected: laws.Law = {}
     for x in range(5):
-        expected[x, 1], expected[x, 0] = stays[x], fresh[x]
+        expected[x, 1], expected[x, 0] = kept[x], replaced[x]
     assert_same(law, expected)
     drift = sum(abs(law.get((x, 1), 0.0) + law.get((x, 0), 0.0) - p[x]) for x in range(5))
     assert (drift < 1e-6) == (lenience == 1.0)
@@ -137,10 +137,10 @@ HALF = torch.tensor([0.5, 0.5])
     ],
 )
 def test_the_residual_by_hand(target: Tensor, law: Tensor, expected: list[float]) -> None:
-    before = target.clone(), law.clone()
+    copies = target.clone(), law.clone()
     assert residual(target, law).tolist() == pytest.approx(expected, abs=1e-7)
-    assert torch.equal(target, before[0])
-    assert torch.equal(law, before[1])
+    assert torch.equal(target, copies[0])
+    assert torch.equal(law, copies[1])
 
 
 # --- lossy rules: CM-ASD and EASD
@@ -151,8 +151,8 @@ LOGITS = TARGET.log().expand(2, 5)
 
 
 def cm_asd(sampler: Sampler, tolerance: float, confidence: float = 0.0, **options: Any) -> CmAsd:
-    given: dict[str, Any] = {"top_beta": 5, "tolerance_gain": 0.0} | options
-    rule = CmAsd(sampler, rules.CmAsd(tolerance=tolerance, **given))
+    fields: dict[str, Any] = {"top_beta": 5, "tolerance_gain": 0.0} | options
+    rule = CmAsd(sampler, rules.CmAsd(tolerance=tolerance, **fields))
     rule._signal = lambda _: torch.tensor(confidence)
     return rule
 
@@ -168,9 +168,9 @@ def draft_of(token: int) -> Draft:
 
 def greedy_choices(rule: AcceptanceRule) -> list[int]:
     """The token committed for each of the five tokens, drafted alone."""
-    found = [verdicts(rule, Words(0), LOGITS, draft_of(token))[0] for token in range(5)]
-    assert all(is_draft == (token == drafted) for drafted, (token, is_draft) in enumerate(found))
-    return [token for token, _ in found]
+    pairs = [verdicts(rule, Words(0), LOGITS, draft_of(token))[0] for token in range(5)]
+    assert all(is_draft == (token == drafted) for drafted, (token, is_draft) in enumerate(pairs))
+    return [token for token, _ in pairs]
 
 
 def sampled_law(make_rule: Callable[[Sampler], AcceptanceRule]) -> laws.Law:
@@ -294,11 +294,11 @@ def test_sampled_easd_keeps_other_drafts_by_the_ratio_and_replaces_from_the_targ
 
 @pytest.mark.parametrize("changed", [{"weights": (0.0, 1.0, 0.0)}, {"margin_scale": 9.0}], ids=str)
 def test_options_of_a_rule_reach_its_ensemble(changed: Any) -> None:
-    wanted = rules.CmAsd(tolerance=0.1, tolerance_gain=0.6)
+    base = rules.CmAsd(tolerance=0.1, tolerance_gain=0.6)
     # C is 0.4 * 0.246 + 0.3 * 2/3 + 0.3 / 2 = 0.448, tau 0.37; token 4 lies 0.41 below the best
-    for rule, kept in ((wanted, False), (replace(wanted, **changed), True)):
-        made = acceptance_rule(greedy_sampler(), SpeculationOptions(acceptance=rule))
-        assert verdicts(made, Words(0), LOGITS, draft_of(4))[0][1] is kept
+    for options, kept in ((base, False), (replace(base, **changed), True)):
+        rule = acceptance_rule(greedy_sampler(), SpeculationOptions(acceptance=options))
+        assert verdicts(rule, Words(0), LOGITS, draft_of(4))[0][1] is kept
 
 
 def test_a_lossy_rule_that_drafts_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -307,7 +307,7 @@ def test_a_lossy_rule_that_drafts_is_announced_once(caplog: pytest.LogCaptureFix
         for drafter in ("none", "exit", "exit"):
             answer = speculator.generate(random_ids(5), max_new_tokens=2, drafter=drafter)
             assert answer.stats.lossless is (drafter == "none")
-        plain: dict[str, Any] = {"drafter": "none", "acceptance": "lenient"}
-        assert speculator.generate(random_ids(5), max_new_tokens=2, **plain).stats.lossless
+        options: dict[str, Any] = {"drafter": "none", "acceptance": "lenient"}
+        assert speculator.generate(random_ids(5), max_new_tokens=2, **options).stats.lossless
     warnings = [entry.message for entry in caplog.records if entry.levelno >= logging.WARNING]
     assert warnings == ["lossy acceptance: the output differs from the model's own"]

@@ -15,12 +15,12 @@ from selfspec.options import CONTROLLERS, Exit
 
 def lengths(controller: DraftController, kept: list[int | tuple[int, int]]) -> list[int]:
     """W_max of each round and of the next; `kept`: accepted, or (drafted, accepted)."""
-    found = [controller.begin()]
+    widths = [controller.begin()]
     for entry in kept:
-        drafted, accepted = entry if isinstance(entry, tuple) else (found[-1], entry)
+        drafted, accepted = entry if isinstance(entry, tuple) else (widths[-1], entry)
         controller.end(drafted, accepted)
-        found.append(controller.begin())
-    return found
+        widths.append(controller.begin())
+    return widths
 
 
 def confident(controller: DraftController, confidences: list[float]) -> int:

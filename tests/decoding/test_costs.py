@@ -43,8 +43,8 @@ from tests.traces import entry
 
 def made(source: str, *layers: int, heads: int = 0, rest: Sequence[DraftToken] = ()) -> Draft:
     """A chain of tokens that exited at `layers`, followed by `rest`."""
-    own = [DraftToken(1, at - 1, layer, source) for at, layer in enumerate(layers)]
-    return Draft(proposed=[*own, *rest], heads=heads)
+    tokens = [DraftToken(1, index - 1, layer, source) for index, layer in enumerate(layers)]
+    return Draft(proposed=[*tokens, *rest], heads=heads)
 
 
 @pytest.mark.parametrize(
@@ -67,17 +67,17 @@ def test_a_draft_costs_its_layers_its_rows_and_the_heads_that_ran(
 def test_a_draft_model_costs_its_share_of_the_weights_that_a_row_reads() -> None:
     def read(model: Any) -> int:
         parts = model.model.layers, model.model.norm, model.lm_head  # one row of the embedding
-        return sum(one.nbytes for part in parts for one in part.parameters())
+        return sum(weight.nbytes for part in parts for weight in part.parameters())
 
     backbone, options = Backbone(make_model("llama"), executor="generic"), SpeculationOptions()
     share = read(make_model("llama", num_hidden_layers=3)) / read(backbone.model)
     for dtype, times in ((torch.float32, 1), (torch.float64, 2)):
         second = make_model("llama", dtype, num_hidden_layers=3)
         runtime = Runtime(backbone, None, Backbone(second, executor="generic"))
-        asked = options.updated({"drafter": "draft-model"})
-        assert runtime.draft_cost(asked).token == pytest.approx(times * share)
-        named = asked.updated({"costs": "token=0.4"})
-        assert runtime.draft_cost(named).token == 0.4
+        drafting = options.updated({"drafter": "draft-model"})
+        assert runtime.draft_cost(drafting).token == pytest.approx(times * share)
+        fixed = drafting.updated({"costs": "token=0.4"})
+        assert runtime.draft_cost(fixed).token == 0.4
     drafts = made("draft-model", 0, 0)
     assert DraftCost(rows=(0.1,), token=share).of(drafts) == pytest.approx(0.2 + 2 * share)
 
@@ -130,8 +130,8 @@ def test_expensive_drafts_begin_with_a_pause_until_they_pay(share: float, texts:
     dear = DraftCost(rows=(*(share,) * 32, 0.01), head=share, num_layers=10**9, load=load)
     wrong, right = while_paying(dear), while_paying(dear)
     load.texts = texts
-    both = texts * share + share * (1 + ASKING_ONE_MORE * (texts - 1))  # rows, and one call
-    assert dear.per_token == pytest.approx(both / (1 + (texts - 1) * share))
+    cost = texts * share + share * (1 + ASKING_ONE_MORE * (texts - 1))  # rows, and one call
+    assert dear.per_token == pytest.approx(cost / (1 + (texts - 1) * share))
     assert runs(play(wrong, [False] * 300))[:6] == [LONGEST_PAUSE // 2, 1, 64, 1, 64, 1]
     if texts == 1:
         half = LONGEST_PAUSE // 2
@@ -140,11 +140,11 @@ def test_expensive_drafts_begin_with_a_pause_until_they_pay(share: float, texts:
 
 def test_no_match_is_searched_when_a_large_batch_makes_drafts_expensive() -> None:
     options, load = SpeculationOptions().updated({"drafter": "ngram", "costs": "row=0.3"}), Load()
-    asked = SequenceRequest(ids=torch.tensor([[1]]), sampler=greedy(), stop=StopRule(max_length=99))
-    drafter = Runtime(wrapped("llama"), None, None).drafter(asked, options, load)
+    call = SequenceRequest(ids=torch.tensor([[1]]), sampler=greedy(), stop=StopRule(max_length=99))
+    drafter = Runtime(wrapped("llama"), None, None).drafter(call, options, load)
     for load.texts, text in ((1, Text([1, 2] * 9)), (32, None), (1, Text([1, 2] * 9))):
-        found = run_alone(drafter.draft(text, 9, Stopwatch()))  # type: ignore[arg-type]  # not read
-        assert bool(found.proposed) == (text is not None)
+        draft = run_alone(drafter.draft(text, 9, Stopwatch()))  # type: ignore[arg-type]  # not read
+        assert bool(draft.proposed) == (text is not None)
 
 
 def test_heads_that_improve_are_noticed_and_retried_sooner_when_they_fail_again() -> None:
@@ -154,8 +154,8 @@ def test_heads_that_improve_are_noticed_and_retried_sooner_when_they_fail_again(
     assert runs(drafted)[1] == 100 - runs(drafted)[0]  # no pause after the first success
     assert not drafted[0]
     assert runs(drafted)[0] <= LONGEST_PAUSE
-    again = runs(play(paying, [False] * 100))
-    assert again[1:4] == [SHORTEST_PAUSE, 1, 2 * SHORTEST_PAUSE]
+    lengths = runs(play(paying, [False] * 100))
+    assert lengths[1:4] == [SHORTEST_PAUSE, 1, 2 * SHORTEST_PAUSE]
 
 
 def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_pause() -> None:
@@ -165,30 +165,30 @@ def test_no_sequence_of_drafts_loses_more_than_eight_steps_and_a_round_for_each_
         row = dice.choice([0.02, 0.3, 1.0, 5.0, 20.0])
         # only rows have a cost
         paying = while_paying(DraftCost(rows=(row,), num_layers=10**9))
-        rate, gained, pauses, before = 0.5, 0.0, 0, True
+        rate, gain, pauses, previous = 0.5, 0.0, 0, True
         for place in range(400):
             if place % dice.randint(5, 60) == 0:
                 rate = dice.choice([0.0, 0.1, 0.5, 1.0])
             right = dice.random() < rate
             (drafts,) = play(paying, [right])
-            gained += (right - row) if drafts else 0.0
-            pauses += before and not drafts
-            before = drafts
+            gain += (right - row) if drafts else 0.0
+            pauses += previous and not drafts
+            previous = drafts
             # a pause that begins in this round is counted in the next one
             bound = 8.0 + row * (pauses + 1)
-            worst = max(worst, -gained / bound)
+            worst = max(worst, -gain / bound)
     assert 0.5 < worst <= 1.0
 
 
 def test_tokens_of_prompt_lookup_do_not_count_as_a_gain_of_heads() -> None:
     rule = Paying(DraftCost(rows=(0.1,), head=0.1))
-    both = Draft(proposed=[DraftToken(1, source="ngram"), DraftToken(2, 0)], heads=1)
+    draft = Draft(proposed=[DraftToken(1, source="ngram"), DraftToken(2, 0)], heads=1)
     pauses = 0
     for _ in range(100):
         if rule.pauses():
             pauses += 1
         else:
-            rule.learn(both, [0])
+            rule.learn(draft, [0])
     assert pauses > 50
 
 
@@ -203,13 +203,13 @@ def test_wrong_drafters_are_paused_and_no_token_changes(drafter: str, exact: Any
     speculator.options = speculator.options.updated(EAGER)
     ids, count = random_ids(13), 80
     plain = speculator.generate(ids, max_new_tokens=count, speculate=False)
-    found = {
+    answers = {
         switch: speculator.generate(ids, max_new_tokens=count, never_slower=switch)
         for switch in (True, False)
     }
-    assert found[True].token_ids == found[False].token_ids == plain.token_ids
-    assert found[False].stats.ended["off"] == 0
-    stats = found[True].stats
+    assert answers[True].token_ids == answers[False].token_ids == plain.token_ids
+    assert answers[False].stats.ended["off"] == 0
+    stats = answers[True].stats
     # a round costs at least half a step here: eleven rounds, then one after 8, 16, 32 more
     assert stats.rounds - stats.ended["off"] <= 11 + 3 + 2 * stats.accepted
 
@@ -233,40 +233,40 @@ def test_work_is_timed_in_turn_and_the_first_lap_does_not_count() -> None:
 def test_quick_costs_ignore_slow_passes_and_interpolate_between_row_counts(
     backbone: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    takes = {1: 0.01, 2: 0.011, 3: 0.014, 4: 0.014, 5: 0.02, 6: 0.021, 8: 0.025, 16: 0.033}
+    seconds = {1: 0.01, 2: 0.011, 3: 0.014, 4: 0.014, 5: 0.02, 6: 0.021, 8: 0.025, 16: 0.033}
     clock, threads = [0.0], set[int]()
     slow = [2, 8, 16]  # disturbed: a pass of the first lap, and two that count
 
     def run(_passes: object, rows: int) -> None:
-        clock[0] += takes[rows]
+        clock[0] += seconds[rows]
         threads.add(torch.get_num_threads())
         if rows in slow[:1]:
             slow.pop(0)
             clock[0] += 0.2
 
     monkeypatch.setattr(measuring.Passes, "run", run)
-    found = measuring.quick_costs(backbone, None, now=lambda: clock[0])
-    assert found == Costs(row=(0.1, 0.3, 0.0, 0.6, 0.1, *[0.2] * 2, *[0.1] * 8))
+    costs = measuring.quick_costs(backbone, None, now=lambda: clock[0])
+    assert costs == Costs(row=(0.1, 0.3, 0.0, 0.6, 0.1, *[0.2] * 2, *[0.1] * 8))
     assert not slow
     torch.set_num_threads(2)
     threads.clear()
     monkeypatch.setattr(TEAM, "_again_at", math.inf)
     monkeypatch.setattr(TEAM, "_free", 1)  # other programs keep the machine busy: a line
-    for each, slow[:] in (0.153, [8] * 9), (0.01, [1] * 99):  # all but one, or all single rows
-        assert measuring.quick_costs(backbone, None, lambda: clock[0]) == Costs(row=(each,) * 15)
+    for cost, slow[:] in (0.153, [8] * 9), (0.01, [1] * 99):  # all but one, or all single rows
+        assert measuring.quick_costs(backbone, None, lambda: clock[0]) == Costs(row=(cost,) * 15)
     assert threads == {1}
 
 
 @pytest.mark.parametrize("kind", ["translator", "deep-fused", "medusa", "attending"])
 def test_the_cost_of_a_head_is_measured_too(kind: str) -> None:
     backbone = wrapped("llama", num_hidden_layers=3)
-    own = {} if kind == "medusa" else {"exit_layers": (2,)}
+    options = {} if kind == "medusa" else {"exit_layers": (2,)}
     heads: ExitHeads = attending_heads(backbone)
     if kind != "attending":
-        heads = make_heads(kind, backbone.unembedding, num_layers=3, **own)
+        heads = make_heads(kind, backbone.unembedding, num_layers=3, **options)
     clock = itertools.count()  # a tick for each reading
-    found = measuring.quick_costs(backbone, heads, now=lambda: float(next(clock)))
-    assert found == Costs(row=(0.0,) * 15, head=1.0)
+    costs = measuring.quick_costs(backbone, heads, now=lambda: float(next(clock)))
+    assert costs == Costs(row=(0.0,) * 15, head=1.0)
 
 
 # --- a plain step against the limit of memory
@@ -300,17 +300,17 @@ def test_a_step_reads_weights_keys_and_values_in_the_models_dtype(
     executor: str, weights: int, width: int, dtype: torch.dtype
 ) -> None:
     backbone = wrapped("llama", dtype, executor)
-    found = measuring.step_speed(backbone, context=10, clock=ticking(0.5))
-    assert found.weight_bytes == dtype.itemsize * weights
-    assert found.kv_bytes == dtype.itemsize * 2 * LAYERS * KV_HEADS * width * 10
-    assert found.rows_s == dict.fromkeys(ROWS, 0.5)
-    assert found.memory_bytes_per_s == measuring.memory_rate(ticking(0.5)) == 8000.0
-    assert found.rows_in_steps == {2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0}
+    speed = measuring.step_speed(backbone, context=10, clock=ticking(0.5))
+    assert speed.weight_bytes == dtype.itemsize * weights
+    assert speed.kv_bytes == dtype.itemsize * 2 * LAYERS * KV_HEADS * width * 10
+    assert speed.rows_s == dict.fromkeys(ROWS, 0.5)
+    assert speed.memory_bytes_per_s == measuring.memory_rate(ticking(0.5)) == 8000.0
+    assert speed.rows_in_steps == {2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0}
 
 
 def test_a_tied_unembedding_counts_once_and_a_separate_embedding_never() -> None:
-    tied, own = (wrapped("llama", tie_word_embeddings=tie).weight_bytes for tie in (True, False))
-    assert tied == own == 4 * (PRODUCTS + NORMS)
+    tied, untied = (wrapped("llama", tie_word_embeddings=tie).weight_bytes for tie in (True, False))
+    assert tied == untied == 4 * (PRODUCTS + NORMS)
 
 
 @pytest.mark.parametrize(
@@ -321,20 +321,20 @@ def test_the_context_leaves_room_in_models_of_few_positions(
     family: str, positions: int, context: int, rows: tuple[int, ...]
 ) -> None:
     model = make_model(family, max_position_embeddings=positions)
-    found = measuring.step_speed(Backbone(model), clock=ticking())
-    assert found.context_tokens == context
-    assert tuple(found.rows_s) == rows
+    speed = measuring.step_speed(Backbone(model), clock=ticking())
+    assert speed.context_tokens == context
+    assert tuple(speed.rows_s) == rows
 
 
 def test_the_limit_is_the_time_to_read_memory() -> None:
-    given = {
+    fields = {
         "context_tokens": 10,
         "weight_bytes": 900,
         "kv_bytes": 100,
         "memory_bytes_per_s": 500.0,
         "rows_s": {1: 4.0, 2: 5.0, 8: 10.0},
     }
-    assert StepSpeed(**given).to_dict() == given | {  # type: ignore[arg-type]  # by name
+    assert StepSpeed(**fields).to_dict() == fields | {  # type: ignore[arg-type]  # by name
         "step_bytes": 1000,
         "limit_s": 2.0,
         "step_s": 4.0,
@@ -377,10 +377,10 @@ def test_kernels_that_depend_on_the_number_of_rows_get_passes_of_one_shape(
 ) -> None:
     assert probed(model).runtime.probe.shape(FIXED, 8) == PassShape()
     monkeypatch.setattr(FusedExecutor, "unembed", depends_on_rows)
-    again = probed(model)
-    assert "do not treat all rows alike" in str(why_unpinned(again.backbone, PassShape(), 8))
-    assert again.runtime.probe.shape(FIXED, 8) == FIXED
-    assert_drafts_leave_the_pinned_text(again)
+    speculator = probed(model)
+    assert "do not treat all rows alike" in str(why_unpinned(speculator.backbone, PassShape(), 8))
+    assert speculator.runtime.probe.shape(FIXED, 8) == FIXED
+    assert_drafts_leave_the_pinned_text(speculator)
 
 
 def test_graphs_of_such_kernels_have_8_or_16_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +388,7 @@ def test_graphs_of_such_kernels_have_8_or_16_rows(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         GenericExecutor,
         "run_layers",
-        lambda self, hidden, *rest: exact(self, hidden, *rest) + 0.01 * hidden.shape[1],
+        lambda self, hidden, *args: exact(self, hidden, *args) + 0.01 * hidden.shape[1],
     )
     speculator.backbone._executor.start_capture(RecordedCapture, None)  # type: ignore[attr-defined]
     assert "do not treat all rows alike" in str(why_unpinned(speculator.backbone, PassShape(), 8))
@@ -437,8 +437,8 @@ STOPPED = entry(2, [4, 4], 2, ended="eos", stop_reason="eos")
 @pytest.fixture
 def stats() -> GenerationStats:
     stats = GenerationStats(num_layers=8, prompt_tokens=5)
-    for part in (PREFILL, ALL_ACCEPTED, ONE_REJECTED, SEEN, STOPPED):
-        stats.add(part)
+    for record in (PREFILL, ALL_ACCEPTED, ONE_REJECTED, SEEN, STOPPED):
+        stats.add(record)
     return stats
 
 

@@ -43,12 +43,12 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        aliases = [one.alias_info for one in func._schema.returns]
-        self.launches += not any(one and not one.is_write for one in aliases)  # otherwise a view
+        aliases = [output.alias_info for output in func._schema.returns]
+        self.launches += not any(info and not info.is_write for info in aliases)  # otherwise a view
         if name in WAITING:
             self.counts[WAITING[name]] += 1
         if name in ("index", "index_put_"):
-            masks = [part for part in args[1] if part is not None and part.dtype == torch.bool]
+            masks = [index for index in args[1] if index is not None and index.dtype == torch.bool]
             self.counts["shape"] += len(masks)
         return func(*args, **(kwargs or {}))
 
@@ -57,11 +57,11 @@ class Waits(TorchDispatchMode):
 def waits() -> Iterator[Counter[str]]:
     """Count waits while open. `tolist` runs no operator on a CPU, so it is counted separately."""
     mode = Waits()
-    right = Tensor.tolist
+    original = Tensor.tolist
 
     def tolist(self: Tensor) -> Any:
         mode.counts["list"] += 1
-        return right(self)
+        return original(self)
 
     with pytest.MonkeyPatch.context() as patch, mode:
         patch.setattr(Tensor, "tolist", tolist)
@@ -92,14 +92,14 @@ def rounds_of(speculator: Speculator, **options: Any) -> Iterator[tuple[Round, C
 
 def judged(entry: Round) -> int:
     """Number of head calls: a token that exits at layer 5 was judged at layer 2 before."""
-    asked = sum({2: 1, 5: 2}[layer] for layer in entry.exit_layers)
-    return asked + (2 if entry.ended == "depth" else 0)
+    calls = sum({2: 1, 5: 2}[layer] for layer in entry.exit_layers)
+    return calls + (2 if entry.ended == "depth" else 0)
 
 
 def test_plain_decoding_reads_once_per_token(speculator: Speculator) -> None:
-    found = list(rounds_of(speculator, speculate=False))
-    assert len(found) == 23
-    for _, counts in found:
+    rounds = list(rounds_of(speculator, speculate=False))
+    assert len(rounds) == 23
+    for _, counts in rounds:
         assert counts == {"list": 1}  # the argmax of the logits
 
 
@@ -145,19 +145,19 @@ def test_sampling_reads_once_per_verdict_and_draws(speculator: Speculator) -> No
 def test_sampling_with_a_seed_draws_once_per_draft_and_verdict(speculator: Speculator) -> None:
     for one, counts in rounds_of(speculator, drafter="exit:threshold=0.05", do_sample=True, seed=0):
         draws = len(one.draft_tokens) + len(one.tokens)
-        again = counts["upload"]  # draws that none of the likeliest tokens won
-        assert counts["list"] == judged(one) + draws + again
-        assert again < draws
+        misses = counts["upload"]  # draws that none of the likeliest tokens won
+        assert counts["list"] == judged(one) + draws + misses
+        assert misses < draws
         assert not counts.keys() - {"list", "upload"}
 
 
 def test_a_draft_model_reads_once_per_token(speculator: Speculator) -> None:
     second = make_model("llama", num_hidden_layers=2)
-    both = wrap(
+    combined = wrap(
         speculator.model, heads=None, executor=speculator.backbone.executor_name, draft_model=second
     )
     behind = True  # the host knows where the cache differs from the text
-    for entry, counts in rounds_of(both, drafter="draft-model:max_tokens=4"):
+    for entry, counts in rounds_of(combined, drafter="draft-model:max_tokens=4"):
         drafted = len(entry.draft_tokens)
         uploads = (drafted > 0) * (1 + behind)  # drafts to verify; tokens new to the draft model
         assert counts == Counter({"list": 1, "number": drafted, "upload": uploads})
@@ -165,13 +165,13 @@ def test_a_draft_model_reads_once_per_token(speculator: Speculator) -> None:
 
 
 def test_a_round_launches_few_operators_besides_graphs_and_captures_nothing() -> None:
-    made = wrap(make_model("llama"), heads="logit-lens", executor="cuda-graph", never_slower=False)
-    capture, found = RecordedCapture(), dict[int, tuple[int, int]]()
-    made.backbone._executor.start_capture(lambda: capture, None)  # type: ignore[attr-defined]
+    llama = wrap(make_model("llama"), heads="logit-lens", executor="cuda-graph", never_slower=False)
+    capture, maxima = RecordedCapture(), dict[int, tuple[int, int]]()
+    llama.backbone._executor.start_capture(lambda: capture, None)  # type: ignore[attr-defined]
     drafter = "exit:layers=5,threshold=0.0001,max_tokens=4"
     for speculate in (False, True):
         options: Any = {"speculate": speculate, "drafter": drafter, "max_new_tokens": 24}
-        stream = made.stream(random_ids(13), **options)
+        stream = llama.stream(random_ids(13), **options)
         next(stream._entries)
         captured = len(capture.recordings)
         for _ in range(3):
@@ -179,22 +179,22 @@ def test_a_round_launches_few_operators_besides_graphs_and_captures_nothing() ->
             with Waits() as mode:
                 drafted = len(next(stream._entries).draft_tokens)
             counts = mode.launches, capture.replays - replays
-            found[drafted] = max(counts, found.get(drafted, counts))
+            maxima[drafted] = max(counts, maxima.get(drafted, counts))
         assert len(capture.recordings) == captured
     # before heads were captured: 127 launches and 7 graphs
-    assert found == {0: (10, 2), 4: (59, 11)}
+    assert maxima == {0: (10, 2), 4: (59, 11)}
 
 
 @pytest.mark.parametrize("kind", ["deep", "deep with states", "attending"])
 def test_trees_capture_nothing_within_an_answer(kind: str) -> None:
     model, capture = make_model("llama"), RecordedCapture()
     heads = ladder.HEADS[kind](Backbone(model, executor="generic"))
-    made = wrap(model, heads=heads, executor="cuda-graph", never_slower=False)
-    made.backbone._executor.start_capture(lambda: capture, None)  # type: ignore[attr-defined]
-    stream = made.stream(random_ids(13), max_new_tokens=24, drafter=ladder.TREES)
+    speculator = wrap(model, heads=heads, executor="cuda-graph", never_slower=False)
+    speculator.backbone._executor.start_capture(lambda: capture, None)  # type: ignore[attr-defined]
+    stream = speculator.stream(random_ids(13), max_new_tokens=24, drafter=ladder.TREES)
     next(stream._entries)
-    captured, rest = len(capture.recordings), list(stream._entries)
-    assert any(entry.parents for entry in rest)
+    captured, entries = len(capture.recordings), list(stream._entries)
+    assert any(entry.parents for entry in entries)
     assert len(capture.recordings) == captured
 
 

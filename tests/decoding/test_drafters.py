@@ -186,11 +186,11 @@ class Other:
 
 def test_the_other_drafts_without_a_match_and_learns_only_from_its_own_drafts() -> None:
     controller, other, text = Listening(1), Other(), Text([1, 2, 3])
-    both = SeenTextFirst(NgramDrafter(controller, size=3, cost=DraftCost(rows=(0.0,))), other)
+    drafter = SeenTextFirst(NgramDrafter(controller, size=3, cost=DraftCost(rows=(0.0,))), other)
     for expected in ([90, 91], [2]):
-        draft = ask(both, text)
+        draft = ask(drafter, text)
         assert draft.tokens == expected
-        both.learn(draft, [0])
+        drafter.learn(draft, [0])
         text.tokens += [1]
     assert (other.asked, other.heard, controller.heard) == (1, [(2, 1)], [(1, 1)])
 
@@ -205,15 +205,15 @@ def test_prompt_lookup_must_promise_more_than_the_other_drafter_has_given(
 ) -> None:
     """A pause does not lower the other drafter's rate; prompt lookup drafts meanwhile."""
     other, text = Other(), Text([1, 2, 3, 4, 5])
-    both = SeenTextFirst(make_drafter(width=1), other)
+    drafter = SeenTextFirst(make_drafter(width=1), other)
     for _ in range(rounds):
-        both.learn(ask(both, text), [0])
-    gave = both._other_gives
+        drafter.learn(ask(drafter, text), [0])
+    rate = drafter._other_gives
     other.pauses = pauses
     if pauses:
-        both.learn(ask(both, text), [])
-    assert (both._other_gives, len(other.heard)) == (gave, rounds)
-    assert ask(both, Text([*text.tokens, 1])).tokens == expected
+        drafter.learn(ask(drafter, text), [])
+    assert (drafter._other_gives, len(other.heard)) == (rate, rounds)
+    assert ask(drafter, Text([*text.tokens, 1])).tokens == expected
 
 
 @pytest.mark.parametrize("drafter", ["ngram:size=2", "lookahead"])
@@ -224,12 +224,12 @@ def test_a_conversation_drafts_from_the_prefix_that_it_reuses(exact: Any, drafte
     answer = session.generate(first, max_new_tokens=8)
     turn = torch.tensor([[*first[0].tolist(), *answer.token_ids[:5], 3, *first[0, :4].tolist()]])
     plain = speculator.generate(turn, max_new_tokens=20, speculate=False)
-    again = session.generate(turn, max_new_tokens=20)
-    assert again.stats.reused_tokens >= 14
-    assert again.token_ids == plain.token_ids
-    assert set(again.stats.drafted_by_source) == {drafter.partition(":")[0]}
+    reply = session.generate(turn, max_new_tokens=20)
+    assert reply.stats.reused_tokens >= 14
+    assert reply.token_ids == plain.token_ids
+    assert set(reply.stats.drafted_by_source) == {drafter.partition(":")[0]}
     alone = speculator.generate(turn, max_new_tokens=20)
-    assert alone.stats.drafted == again.stats.drafted
+    assert alone.stats.drafted == reply.stats.drafted
 
 
 # --- every drafter under every controller
@@ -254,42 +254,42 @@ def plain(eager: Speculator) -> list[int]:
 def test_every_drafter_works_with_every_controller_and_rule(
     eager: Speculator, plain: list[int], drafter: str, how: dict[str, Any]
 ) -> None:
-    ids, many = random_ids(13), how | {"max_new_tokens": 40, "drafter": drafter}
-    found = eager.generate(ids, **many)
-    assert found.stats.drafted > 0
-    assert set(found.stats.drafted_by_source) <= set(drafter.split("+"))
-    assert found.stats.lossless == ("controller" in how)
-    if found.stats.lossless:
-        assert found.token_ids == plain
+    ids, options = random_ids(13), how | {"max_new_tokens": 40, "drafter": drafter}
+    answer = eager.generate(ids, **options)
+    assert answer.stats.drafted > 0
+    assert set(answer.stats.drafted_by_source) <= set(drafter.split("+"))
+    assert answer.stats.lossless == ("controller" in how)
+    if answer.stats.lossless:
+        assert answer.token_ids == plain
 
 
 @pytest.fixture(scope="module")
 def writer() -> Speculator:
     """A speculator whose datastore holds its own text, and a copy with every third id right."""
-    found = wrap(make_model("llama"), never_slower=False, costs="row=0.01")
-    plain = found.generate(random_ids(9), max_new_tokens=WINDOW + 30, speculate=False)
+    speculator = wrap(make_model("llama"), never_slower=False, costs="row=0.01")
+    plain = speculator.generate(random_ids(9), max_new_tokens=WINDOW + 30, speculate=False)
     text = [*random_ids(9)[0].tolist(), *plain.token_ids]
     wrong = [(token + at % 3) % 96 for at, token in enumerate(text)]
-    found.runtime.datastore = Datastore.of([text, wrong], make_tokenizer())
-    return found
+    speculator.runtime.datastore = Datastore.of([text, wrong], make_tokenizer())
+    return speculator
 
 
 @pytest.mark.parametrize(
     "drafter", ["successors", "ngram+successors", "rest", "ngram+rest", "skip"]
 )
 def test_a_repeated_text_is_drafted(writer: Speculator, drafter: str) -> None:
-    first = writer.runtime.layers.skipped
-    many: dict[str, Any] = {"max_new_tokens": WINDOW + 30, "do_sample": False}
-    plain = writer.generate(random_ids(9), speculate=False, **many)
-    found = [writer.generate(random_ids(9), drafter=drafter, **many) for _ in range(2)]
-    assert [one.token_ids for one in found] == [plain.token_ids] * 2
+    skipped = writer.runtime.layers.skipped
+    options: dict[str, Any] = {"max_new_tokens": WINDOW + 30, "do_sample": False}
+    plain = writer.generate(random_ids(9), speculate=False, **options)
+    answers = [writer.generate(random_ids(9), drafter=drafter, **options) for _ in range(2)]
+    assert [answer.token_ids for answer in answers] == [plain.token_ids] * 2
     source = drafter.removeprefix("ngram+")
-    assert found[1].stats.accepted_by_source[source] > (0 if source == "skip" else 6)
-    assert (writer.runtime.layers.skipped != first) == (drafter == "skip")
+    assert answers[1].stats.accepted_by_source[source] > (0 if source == "skip" else 6)
+    assert (writer.runtime.layers.skipped != skipped) == (drafter == "skip")
 
 
 SAMPLED: dict[str, dict[str, Any]] = {
-    **{one: {} for one in ("ngram", "ngram+exit", "draft-model", "lookahead", "rest")},
+    **{name: {} for name in ("ngram", "ngram+exit", "draft-model", "lookahead", "rest")},
     "skip:skipped=2,threshold=0.3,max_tokens=2": {"draws": 1200},
     "successors:max_tokens=2": {"draws": 1000},
     "exit:layers=0,threshold=0.01,max_tokens=2": {"heads": ladder.attending_heads, "draws": 1000},
@@ -340,8 +340,8 @@ def test_a_drafter_without_its_source_is_refused(
 
 
 def test_prompt_lookup_and_exits_have_separate_length_limits(eager: Speculator) -> None:
-    found = eager.generate(random_ids(13), max_new_tokens=60, drafter="ngram+exit:max_tokens=1")
-    assert max(found.stats.drafted_by_index) > 1
+    answer = eager.generate(random_ids(13), max_new_tokens=60, drafter="ngram+exit:max_tokens=1")
+    assert max(answer.stats.drafted_by_index) > 1
 
 
 # --- a second model drafts
@@ -370,8 +370,8 @@ def test_drafts_are_the_draft_models_own_text(second: WatchedBackbone, precise: 
     for kept in (2, 4, 0):
         draft = drafted(drafter, state)
         assert draft.tokens == own_text(second, state.ids, 4)
-        told = {(one.source, one.layer, one.probs) for one in draft.proposed}
-        assert told == {("draft-model", 0, None)}
+        labels = {(token.source, token.layer, token.probs) for token in draft.proposed}
+        assert labels == {("draft-model", 0, None)}
         for token in draft.tokens[:kept]:
             state.append(token, 0)
         state.append((draft.tokens[kept] if kept < 4 else 0) ^ 1, 0)  # the target's own token
@@ -390,8 +390,8 @@ def test_the_controller_sees_draft_confidences(second: WatchedBackbone, precise:
         for controller in (DraftController(9), DraftController(9, 0.5))
     )
     text = torch.cat([state.ids, torch.tensor([whole.tokens])], dim=1)
-    sure = top_probability(second.model(text).logits[0, 6:-1].float()).tolist()
-    unsure = next(place for place, value in enumerate(sure) if value < 0.5)
+    confidences = top_probability(second.model(text).logits[0, 6:-1].float()).tolist()
+    unsure = next(place for place, value in enumerate(confidences) if value < 0.5)
     assert cut_short.tokens == whole.tokens[: unsure + 1]
 
 
@@ -414,9 +414,9 @@ def test_a_conversation_runs_only_new_tokens_in_the_draft_model_too(
     answer = session.generate(first, max_new_tokens=8)
     turn = torch.cat([first, torch.tensor([[*answer.token_ids, 5, 6]])], dim=1)
     second.runs.clear()
-    again = session.generate(turn, max_new_tokens=8)
+    reply = session.generate(turn, max_new_tokens=8)
     assert second.runs[0][0][0] >= 9
-    assert again.token_ids == speculator.generate(turn, max_new_tokens=8).token_ids
+    assert reply.token_ids == speculator.generate(turn, max_new_tokens=8).token_ids
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(exact: Any) -> None:
@@ -431,13 +431,13 @@ def test_a_model_that_drafts_for_itself_is_always_right(exact: Any) -> None:
 
 
 def test_another_vocabulary_is_refused_with_sizes_and_the_first_difference() -> None:
-    ours, other = make_tokenizer(), make_tokenizer()
-    draft_model.check_same_tokens(ours, other, "small")
-    size = len(ours.get_vocab())
+    tokenizer, other = make_tokenizer(), make_tokenizer()
+    draft_model.check_same_tokens(tokenizer, other, "small")
+    size = len(tokenizer.get_vocab())
     other.add_tokens(["zebra"])
-    words = rf"{size + 1} tokens instead of {size}, .* is {size}: 'zebra' instead of None"
-    with pytest.raises(DraftModelMismatch, match=words):
-        draft_model.check_same_tokens(ours, other, "small")
+    pattern = rf"{size + 1} tokens instead of {size}, .* is {size}: 'zebra' instead of None"
+    with pytest.raises(DraftModelMismatch, match=pattern):
+        draft_model.check_same_tokens(tokenizer, other, "small")
 
 
 @pytest.mark.parametrize("rows", [64, 128])
@@ -455,11 +455,11 @@ def test_unembeddings_padded_to_other_sizes_draft_the_same_tokens(rows: int, exa
 
 
 def test_another_number_of_logits_is_refused_unless_padding_begins_after_the_last_token() -> None:
-    many = make_tokenizer()
-    many.add_tokens([f"word {number}" for number in range(70)])
-    said = "has 64 rows in its unembedding, the model 96"
-    for tokenizer in (None, many):
-        with pytest.raises(DraftModelMismatch, match=said):
+    large = make_tokenizer()
+    large.add_tokens([f"word {number}" for number in range(70)])
+    message = "has 64 rows in its unembedding, the model 96"
+    for tokenizer in (None, large):
+        with pytest.raises(DraftModelMismatch, match=message):
             wrap(make_model("llama"), tokenizer, draft_model=make_model("llama", vocab_size=64))
 
 
@@ -489,14 +489,14 @@ def lengths(state: DecodeState) -> set[int]:
 def test_drafts_are_those_of_a_shorter_model(precise: Backbone, skipped: tuple[int, ...]) -> None:
     """Without a prefix, whose keys and values would come from the whole model."""
     kept = [one for at, one in enumerate(make_model("llama").model.layers, 1) if at not in skipped]
-    cut = make_model("llama", num_hidden_layers=len(kept))
-    cut.load_state_dict(precise.model.state_dict(), strict=False)
+    shorter = make_model("llama", num_hidden_layers=len(kept))
+    shorter.load_state_dict(precise.model.state_dict(), strict=False)
     for at, layer in enumerate(kept):
-        cut.model.layers[at].load_state_dict(layer.state_dict())
+        shorter.model.layers[at].load_state_dict(layer.state_dict())
     state = DecodeState(precise, torch.tensor([[7]]))
     draft = drafted(skipping(skipped=skipped, threshold=0.0), state)
-    assert draft.tokens == own_text(Backbone(cut, executor="generic"), state.ids, 8)
-    assert {one.source for one in draft.proposed} == {"skip"}
+    assert draft.tokens == own_text(Backbone(shorter, executor="generic"), state.ids, 8)
+    assert {token.source for token in draft.proposed} == {"skip"}
     assert lengths(state) == {0}
 
 
@@ -510,8 +510,8 @@ def test_redrafting_a_window_gives_the_models_tokens_and_keeps_caches(executor: 
     assert run_alone(drafted_again(state, (), 12)).best == text[0, 9:].tolist()
     assert run_alone(drafted_again(state, (2, 3, 4, 5), 12)).best != text[0, 9:].tolist()
     assert lengths(state) == {20}
-    found, expected = (drafted(skipping(skipped=(3,)), one) for one in (state, untouched))
-    assert found.tokens == expected.tokens
+    draft, expected = (drafted(skipping(skipped=(3,)), one) for one in (state, untouched))
+    assert draft.tokens == expected.tokens
 
 
 @torch.inference_mode()
@@ -520,7 +520,7 @@ def test_an_unsure_token_ends_a_draft_and_a_dropped_draft_leaves_nothing(precise
     taus = (0.0, 0.5, 1.0)
     drafts = [drafted(skipping(skipped=(3,), threshold=tau), state) for tau in taus]
     ends = [(8, "width"), (5, "unsure"), (1, "unsure")]
-    assert [(len(one.tokens), one.ended) for one in drafts] == ends
+    assert [(len(draft.tokens), draft.ended) for draft in drafts] == ends
     assert drafts[1].tokens == drafts[0].tokens[:5]
     with state.round():
         works = skipping(skipped=(3,), threshold=0.0).draft(state, 20, Stopwatch())
@@ -536,12 +536,12 @@ def test_the_threshold_moves_as_self_sd_moves_it() -> None:
     """Worked by hand: the rate goes 0.5, 0.75, 0.875, 0.9375, 0.96875, 0.484375."""
     rule, fixed = (skipping(threshold=0.8, target=target) for target in (0.9, None))
     whole, wide = Draft.of([1, 2], ended="unsure"), Draft.of([1, 2], ended="width")
-    seen = []
+    thresholds = []
     for draft, kept in ((whole, 2), (whole, 2), (whole, 2), (whole, 2), (wide, 2), (whole, 0)):
-        for one in (rule, fixed):
-            one.learn(draft, range(kept))
-        seen.append(rule.threshold)
-    assert seen == pytest.approx([0.801, 0.802, 0.803, 0.802, 0.802, 0.803])
+        for drafter in (rule, fixed):
+            drafter.learn(draft, range(kept))
+        thresholds.append(rule.threshold)
+    assert thresholds == pytest.approx([0.801, 0.802, 0.803, 0.802, 0.802, 0.803])
     rule.learn(Draft(), [])
     assert rule.threshold == pytest.approx(0.803)
     assert fixed.threshold == 0.8
@@ -550,21 +550,21 @@ def test_the_threshold_moves_as_self_sd_moves_it() -> None:
 def test_a_search_keeps_the_best_set_and_ends() -> None:
     search = draft_model.LayerSearch(12)
     assert search.skipped == (2, 4, 6, 8, 10)
-    one, other = search.drawn(), search.drawn()
-    assert one != other
-    assert all(len(drawn) == 4 and set(drawn) <= {*range(2, 12)} for drawn in (one, other))
-    search.learn(one, 0.5)
-    search.learn(other, 0.4)
-    assert search.skipped == one
+    first, second = search.drawn(), search.drawn()
+    assert first != second
+    assert all(len(drawn) == 4 and set(drawn) <= {*range(2, 12)} for drawn in (first, second))
+    search.learn(first, 0.5)
+    search.learn(second, 0.4)
+    assert search.skipped == first
     for _ in range(299):
         assert search.goes_on
-        search.learn(other, 0.5)
+        search.learn(second, 0.5)
     assert search.goes_on
-    search.learn(other, 0.5)
+    search.learn(second, 0.5)
     assert not search.goes_on  # 301 in a row were no better
-    found = draft_model.LayerSearch(12)
-    found.learn(other, 0.96)
-    assert (found.skipped, found.goes_on) == (other, False)
+    fresh = draft_model.LayerSearch(12)
+    fresh.learn(second, 0.96)
+    assert (fresh.skipped, fresh.goes_on) == (second, False)
     assert draft_model.LayerSearch(3).drawn() == (2,)  # at least one, even of few layers
     assert not draft_model.LayerSearch(2).goes_on
 
@@ -579,12 +579,12 @@ def test_two_tokens_come_before_one_and_the_newest_counts(monkeypatch: pytest.Mo
     table.learn([3, 2], [7, 8], 7)
     assert list(table.behind([1, 2]).tokens) == [5, 6]
     assert list(table.behind([9, 2]).tokens) == [7, 8]  # by the last token alone
-    before = table.behind([1, 2]).chances
+    chances = table.behind([1, 2]).chances
     for _ in range(300):
         table.learn([1, 2], [6, 5], 5)
-    known = table.behind([1, 2])
-    assert (list(known.tokens), known.chances[0] < before[0]) == ([6, 5], True)
-    assert list(known.chances) == sorted(known.chances, reverse=True)
+    guesses = table.behind([1, 2])
+    assert (list(guesses.tokens), guesses.chances[0] < chances[0]) == ([6, 5], True)
+    assert list(guesses.chances) == sorted(guesses.chances, reverse=True)
     monkeypatch.setattr(ngram, "_MOST", 2)  # the oldest entries make room
     table = ngram.Successors()
     for first in (1, 2, 1, 3):
@@ -594,9 +594,9 @@ def test_two_tokens_come_before_one_and_the_newest_counts(monkeypatch: pytest.Mo
 
 def test_a_table_learns_the_tokens_after_the_two_newest_ones() -> None:
     table = ngram.Successors()
-    heard = ngram.TeachingRule(GreedyMatch(ladder.greedy()), table, [1, 2])
+    rule = ngram.TeachingRule(GreedyMatch(ladder.greedy()), table, [1, 2])
     for token in (3, 4):
-        heard.note(torch.eye(9)[token], token)
+        rule.note(torch.eye(9)[token], token)
     table.learn([9, 3], [7], 7)
     assert [table.behind([first, 3]).tokens[0] for first in (2, 9, 8)] == [4, 7, 7]
 
@@ -607,8 +607,8 @@ def test_a_table_learns_the_tokens_after_the_two_newest_ones() -> None:
 def make_lookahead(
     level: int, window: int, *end_tokens: int, most: int = 99, controller: Any = None
 ) -> LookaheadDrafter:
-    paced = controller or DraftController(level - 1)
-    return LookaheadDrafter(paced, end_tokens, level=level, window=window, guesses=2, most=most)
+    control = controller or DraftController(level - 1)
+    return LookaheadDrafter(control, end_tokens, level=level, window=window, guesses=2, most=most)
 
 
 def verified(drafter: LookaheadDrafter, draft: Draft, said: Sequence[int]) -> None:
@@ -630,7 +630,7 @@ def test_a_window_fills_and_moves_up_and_gives_an_ngram_of_each_column() -> None
     text.tokens.append(20)
     draft = ask(drafter, text)  # the first of them, and the window, one level up
     assert (draft.tokens, draft.parents) == ([21, 31, 31, 7, 32], [-1, 0, -1, -1, 3])
-    assert {(one.source, one.layer, one.probs) for one in draft.proposed} == {
+    assert {(token.source, token.layer, token.probs) for token in draft.proposed} == {
         ("lookahead", 0, None)
     }
     verified(drafter, draft, [0, 0, 0, 0, 0, 40])
@@ -641,17 +641,17 @@ def test_a_window_fills_and_moves_up_and_gives_an_ngram_of_each_column() -> None
 @pytest.mark.parametrize(("level", "window"), [(5, 7), (3, 2), (4, 1), (2, 4)])
 def test_rows_of_the_window_see_what_the_papers_mask_allows(level: int, window: int) -> None:
     drafter, text = make_lookahead(level, window), Text([*range(1000, 1100)])
-    new = iter(range(999))  # no two tokens are equal, so no rows are merged
+    ids = iter(range(999))  # no two tokens are equal, so no rows are merged
     for levels in (*range(1, level), level - 1):
         draft = ask(drafter, text)
         order = [(j, i) for i in range(window) for j in range(levels)]
         rows = {place: row for row, place in enumerate(order)}
-        seen = ancestors([-1, *(one.parent + 1 for one in draft.proposed)])
+        mask = ancestors([-1, *(token.parent + 1 for token in draft.proposed)])
         for j, i in order:  # level 0 up to column i, and column i up to level j
-            wanted = {rows[0, at] for at in range(i + 1)} | {rows[at, i] for at in range(j + 1)}
-            assert set(seen[rows[j, i]].nonzero().flatten().tolist()) == wanted
-        verified(drafter, draft, [next(new) for _ in order])
-        text.tokens.append(next(new))
+            allowed = {rows[0, at] for at in range(i + 1)} | {rows[at, i] for at in range(j + 1)}
+            assert set(mask[rows[j, i]].nonzero().flatten().tolist()) == allowed
+        verified(drafter, draft, [next(ids) for _ in order])
+        text.tokens.append(next(ids))
 
 
 def test_guesses_come_from_the_text_and_equal_rows_are_merged() -> None:
@@ -668,11 +668,11 @@ def test_guesses_come_from_the_text_and_equal_rows_are_merged() -> None:
 
 def test_nothing_is_drafted_after_an_end_token() -> None:
     drafter, text, drafted = make_lookahead(4, 3, 9), Text([9, 8]), 0
-    for new in range(30, 70, 10):
+    for start in range(30, 70, 10):
         draft = ask(drafter, text)
         assert not any(draft.proposed[at].token == 9 for at in draft.parents if at >= 0)
         drafted += draft.tokens.count(9)
-        verified(drafter, draft, [9, *range(new, new + len(draft.proposed))])
+        verified(drafter, draft, [9, *range(start, start + len(draft.proposed))])
         text.tokens.append(8)
     assert drafted > 1
 
@@ -712,50 +712,50 @@ def store_of(*texts: list[int]) -> Datastore:
 def weights(texts: list[list[int]], newest: list[int]) -> tuple[Counter[Prefix], int]:
     """By definition: how often each prefix of 10 tokens follows the longest suffix that occurs."""
     for count in range(min(16, len(newest)), 1, -1):
-        suffix, found = newest[-count:], Counter[Prefix]()
+        suffix, prefixes = newest[-count:], Counter[Prefix]()
         for text in texts:
             for at in range(len(text) - count + 1):
                 if text[at : at + count] == suffix:
-                    behind = text[at + count : at + count + BEHIND]
-                    found.update(tuple(behind[: n + 1]) for n in range(len(behind)))
-                    found[()] += 1
-        if found:
-            return found, count
+                    tail = text[at + count : at + count + BEHIND]
+                    prefixes.update(tuple(tail[: n + 1]) for n in range(len(tail)))
+                    prefixes[()] += 1
+        if prefixes:
+            return prefixes, count
     return Counter(), 0
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_heaviest_prefixes_after_the_longest_suffix_are_found(seed: int) -> None:
-    drawn = random.Random(seed)
-    texts = [[drawn.randrange(3) for _ in range(drawn.randrange(1, 60))] for _ in range(12)]
-    newest = [drawn.randrange(3) for _ in range(drawn.randrange(1, 20))]
+    dice = random.Random(seed)
+    texts = [[dice.randrange(3) for _ in range(dice.randrange(1, 60))] for _ in range(12)]
+    newest = [dice.randrange(3) for _ in range(dice.randrange(1, 20))]
     (expected, matched), store = weights(texts, newest), store_of(*texts)
     for most in (4, 15, 10_000):
         trie = store.behind(newest, most)
-        found = {(*path, token) for path, known in trie.items() for token in known.tokens}
-        assert found <= expected.keys()
+        paths = {(*path, token) for path, guesses in trie.items() for token in guesses.tokens}
+        assert paths <= expected.keys()
         sizes = sorted((count for path, count in expected.items() if path), reverse=True)
-        assert sorted((expected[path] for path in found), reverse=True) == sizes[:most]
-        for path, known in trie.items():
-            assert path == () or path in found
-            whole = expected[path] + DOUBT / (matched + len(path))
-            chances = [expected[path + (token,)] / whole for token in known.tokens]  # noqa: RUF005  # 3.10
-            assert list(known.chances) == chances == sorted(chances, reverse=True)
+        assert sorted((expected[path] for path in paths), reverse=True) == sizes[:most]
+        for path, guesses in trie.items():
+            assert path == () or path in paths
+            total = expected[path] + DOUBT / (matched + len(path))
+            chances = [expected[path + (token,)] / total for token in guesses.tokens]  # noqa: RUF005  # 3.10
+            assert list(guesses.chances) == chances == sorted(chances, reverse=True)
 
 
 def test_a_suffix_array_sorts_places_by_the_ids_from_there_on() -> None:
-    drawn = random.Random(0)
+    dice = random.Random(0)
     for size in (1, 2, 31, 500):
-        ids = np.array([drawn.randrange(-1, 3) for _ in range(size)], np.int32)
-        naive = sorted(range(size), key=lambda at: (ids[at : at + 32].tolist(), at))
-        assert suffix_array(ids).tolist() == naive
+        ids = np.array([dice.randrange(-1, 3) for _ in range(size)], np.int32)
+        expected = sorted(range(size), key=lambda at: (ids[at : at + 32].tolist(), at))
+        assert suffix_array(ids).tolist() == expected
 
 
 def test_many_hits_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of(*([1, 2, 3] for _ in range(30)), *([1, 2, 4] for _ in range(60)))
     monkeypatch.setattr(rest, "HITS", 9)
-    known = store.behind([1, 2], 15)[()]
-    assert (known.tokens, known.chances) == ((4, 3), (6 / (9 + 4), 3 / (9 + 4)))
+    guesses = store.behind([1, 2], 15)[()]
+    assert (guesses.tokens, guesses.chances) == ((4, 3), (6 / (9 + 4), 3 / (9 + 4)))
 
 
 def test_a_guesser_continues_each_path_of_a_draft_and_in_chains_by_the_heaviest() -> None:
@@ -763,10 +763,10 @@ def test_a_guesser_continues_each_path_of_a_draft_and_in_chains_by_the_heaviest(
     for trees, expected in ((True, [[5, 8], [6, 7], [6]]), (False, [[5], [6], [6]])):
         guesser = RestGuesser(store, 15, trees=trees)
         guesser.begin(Text([9, 1, 2]))
-        found = run_alone(guesser.ask(draft, [ROOT, 0, 1], Stopwatch()))
+        guesses = run_alone(guesser.ask(draft, [ROOT, 0, 1], Stopwatch()))
         assert [
             [guess.choice(rank).token for rank in range(len(guess.chances))]  # type: ignore[union-attr]  # there is one
-            for guess in found
+            for guess in guesses
         ] == expected
 
 
@@ -808,12 +808,12 @@ def test_another_vocabulary_is_refused(tmp_path: Path, exact: Any) -> None:
 
 def test_longest_paths_and_rows_are_bounded(tmp_path: Path, exact: Any) -> None:
     ids, path = random_ids(9), tmp_path / "store.safetensors"
-    many: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "costs": "row=0"}
-    plain = wrap(exact, speculate=False).generate(ids, **many)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "costs": "row=0"}
+    plain = wrap(exact, speculate=False).generate(ids, **options)
     store_of(*[[*ids[0].tolist(), *plain.token_ids]] * 50).save(path)  # nearly certain
     speculator = wrap(exact, datastore=path, drafter="rest")
     lengths = [
-        max(speculator.generate(ids, drafter=f"rest:{setting}", **many).stats.drafted_by_index)
+        max(speculator.generate(ids, drafter=f"rest:{setting}", **options).stats.drafted_by_index)
         for setting in ("max_tokens=2", "max_rows=4", "max_rows=16")
     ]
     assert lengths == [2, 3, 10]

@@ -78,9 +78,9 @@ def test_drafts_are_those_of_the_reference_on_any_executor(name: str, executor: 
         drafter = AttendingDrafter(heads, judge, ladder.drafting(STEPS))
         state = DecodeState(backbone, ids[:, :-1], heads=heads)
         rule = Forced(int(ids[0, -1]))
-        found = rounds(state, drafter, StopRule(max_length=99), rule)
-        next(found)
-        assert next(found).draft_tokens == expected[place]
+        entries = rounds(state, drafter, StopRule(max_length=99), rule)
+        next(entries)
+        assert next(entries).draft_tokens == expected[place]
 
 
 class Forced(GreedyMatch):
@@ -91,9 +91,9 @@ class Forced(GreedyMatch):
         self._token: int | None = token
 
     def verdict(self, *args: Any) -> Any:
-        found = super().verdict(*args)
+        verdict = super().verdict(*args)
         token, self._token = self._token, None
-        return found if token is None else found._replace(token=token)
+        return verdict if token is None else verdict._replace(token=token)
 
 
 @pytest.fixture(scope="module", params=EXECUTORS)
@@ -133,8 +133,8 @@ def test_guesses_are_sampled_if_tokens_are(draws: bool, kind: type, backbone: Ba
     guesser = HeadGuesser(heads, ExitJudge(6, {0: 1e-9}), sampler, 4)
     guesser.begin(DecodeState(backbone, random_ids(9)))
     with torch.inference_mode():
-        (found,) = run_alone(guesser.ask(Draft(), [ROOT], Stopwatch()))
-    assert (type(found), len(found.chances)) == (kind, 4)
+        (guesses,) = run_alone(guesser.ask(Draft(), [ROOT], Stopwatch()))
+    assert (type(guesses), len(guesses.chances)) == (kind, 4)
 
 
 @pytest.mark.parametrize("kind", ["attending", "medusa"])
@@ -150,14 +150,14 @@ def test_a_text_in_a_batch_has_the_same_drafts_as_alone(
         return Runtime(backbone, heads, None)
 
     owner, name = (AttendingHeads, "run") if attends else (AskAhead, "done")
-    texts = noted(monkeypatch, owner, name, lambda _, asked, *__: len(asked))
+    texts = noted(monkeypatch, owner, name, lambda _, works, *__: len(works))
     common = random_ids(90, seed=9)
     prompts = [torch.cat([common, random_ids(3 + n, seed=n)], 1) for n in range(3)]
     prompts += [random_ids(4, seed=20), random_ids(40, seed=21), prompts[0]]
     alone = [drafts(list(Engine(runtime()).add(asked(prompt), options))) for prompt in prompts]
     plain = SpeculationOptions(speculate=False)
     for prompt, entries in zip(prompts, alone, strict=True):
-        tokens = [token for _, found in entries for token in found]
+        tokens = [token for _, committed in entries for token in committed]
         written = Engine(runtime()).add(asked(prompt), plain)
         assert tokens == [token for entry in written for token in entry.tokens]
     assert sum(len(tokens) > 1 for entries in alone for _, tokens in entries)
@@ -168,34 +168,34 @@ def test_a_text_in_a_batch_has_the_same_drafts_as_alone(
         texts.clear()
         while engine.texts:
             engine.step()
-        again = engine.add(asked(prompts[2]), options)
+        rerun = engine.add(asked(prompts[2]), options)
         assert max(texts) == 4
-        assert [drafts(one.take()) for one in running] == alone
-        for one in running:
-            if (reading := one.state.attention) is not None:
-                assert reading.ids == one.state.committed(1)[: len(reading.ids)]
-        assert drafts(list(again)) == alone[2]
+        assert [drafts(sequence.take()) for sequence in running] == alone
+        for sequence in running:
+            if (reading := sequence.state.attention) is not None:
+                assert reading.ids == sequence.state.committed(1)[: len(reading.ids)]
+        assert drafts(list(rerun)) == alone[2]
         if backbone.claims.pages is not None:
-            assert again.stats.reused_tokens == prompts[2].shape[1] - 1
+            assert rerun.stats.reused_tokens == prompts[2].shape[1] - 1
 
 
 def test_a_conversation_reuses_the_heads_kv_cache(backbone: Backbone) -> None:
     heads = ladder.attending_heads(backbone)
     chat = wrap(backbone.model, heads=heads, executor=backbone.executor_name).session()
-    first, more = random_ids(50), random_ids(5, seed=3)
+    first, question = random_ids(50), random_ids(5, seed=3)
     drafter = "exit:threshold=0.1,max_tokens=4"
     options: Any = {"max_new_tokens": 20, "never_slower": False, "drafter": drafter}
     answer = chat.generate(first, **options)
-    prompt = torch.cat([first, torch.tensor([answer.token_ids]), more], 1)
-    found = chat.generate(prompt, **options)
-    afresh = ladder.attending_heads(backbone)
-    fresh = wrap(backbone.model, heads=afresh, executor="generic")
-    expected = fresh.generate(prompt, **options)
-    assert found.token_ids == expected.token_ids
-    assert found.stats.reused_tokens >= 50
-    assert found.stats.drafted == expected.stats.drafted > 0
-    read = [one.longest(prompt[0, 1:].tolist()) for one in (heads, afresh)]
-    keys = [one.kv.first(len(one.ids), 0)[0] for one in read if one is not None]
+    prompt = torch.cat([first, torch.tensor([answer.token_ids]), question], 1)
+    reply = chat.generate(prompt, **options)
+    new_heads = ladder.attending_heads(backbone)
+    speculator = wrap(backbone.model, heads=new_heads, executor="generic")
+    expected = speculator.generate(prompt, **options)
+    assert reply.token_ids == expected.token_ids
+    assert reply.stats.reused_tokens >= 50
+    assert reply.stats.drafted == expected.stats.drafted > 0
+    readings = [one.longest(prompt[0, 1:].tolist()) for one in (heads, new_heads)]
+    keys = [reading.kv.first(len(reading.ids), 0)[0] for reading in readings if reading is not None]
     torch.testing.assert_close(*keys, rtol=1e-4, atol=1e-4)
 
 
@@ -203,18 +203,18 @@ def test_a_conversation_reuses_the_heads_kv_cache(backbone: Backbone) -> None:
 def test_heads_read_only_rows_that_are_kept(backbone: Backbone, drafter: Any) -> None:
     ids = random_ids(30)
     plain = ladder.decode(backbone, ids, NoDrafter())
-    found = []
+    keys = []
     text = ids[0].tolist() + plain.tokens
-    for one in (NoDrafter(), drafter(text, 0, backbone.vocab_size, 7)):
+    for proposer in (NoDrafter(), drafter(text, 0, backbone.vocab_size, 7)):
         state = DecodeState(backbone, ids, heads=ladder.attending_heads(backbone))
         stop = StopRule(max_length=30 + ladder.NEW_TOKENS)
-        kept = [len(entry.kept) for entry in rounds(state, one, stop)]
+        kept = [len(entry.kept) for entry in rounds(state, proposer, stop)]
         assert state.attention is not None
         with torch.inference_mode():
             run_alone(state.attention.read(state.committed(0)))
-        found.append(state.attention.kv.first(30 + ladder.NEW_TOKENS - 2, 0)[0])
+        keys.append(state.attention.kv.first(30 + ladder.NEW_TOKENS - 2, 0)[0])
     assert sum(kept) > 5
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*keys, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("at", range(4, 16))
@@ -224,21 +224,21 @@ def test_heads_recover_from_an_interrupt_within_a_round(
     ids = random_ids(30)
     heads = ladder.attending_heads(generic)
     judge = ExitJudge(6, {0: 0.001})
-    drafter, alike = (AttendingDrafter(heads, judge, ladder.drafting(4)) for _ in range(2))
-    expected = ladder.decode(generic, ids, alike, heads=heads)
+    drafter, twin = (AttendingDrafter(heads, judge, ladder.drafting(4)) for _ in range(2))
+    expected = ladder.decode(generic, ids, twin, heads=heads)
     state = DecodeState(generic, ids, heads=heads)
-    given = state, drafter, StopRule(max_length=30 + ladder.NEW_TOKENS)
-    passes, own = itertools.count(1), Run.done
+    setup = state, drafter, StopRule(max_length=30 + ladder.NEW_TOKENS)
+    passes, original = itertools.count(1), Run.done
 
     def done(work: Any, *args: Any) -> Any:
         if next(passes) == at:
             raise KeyboardInterrupt
-        return own(work, *args)
+        return original(work, *args)
 
     monkeypatch.setattr(Run, "done", done)
     with pytest.raises(KeyboardInterrupt):
-        list(rounds(*given))
-    list(rounds(*given))
+        list(rounds(*setup))
+    list(rounds(*setup))
     assert state.ids[0, 30:].tolist() == expected.tokens
     assert state.attention is not None
     assert state.attention.waiting + len(state.attention.ids) == state.kv.length(0)
@@ -253,22 +253,22 @@ def test_the_command_line_accepts_such_folders(
     make_tokenizer().save_pretrained("model")
     shutil.copytree(HERE / name, name)
 
-    def said(*words: str) -> str:
+    def said(*args: str) -> str:
         capsys.readouterr()
-        assert main([*words]) == 0
+        assert main([*args]) == 0
         return capsys.readouterr().out
 
     model = ("--model", "model")
-    asked = ("generate", "a b", *model, "--dtype", "float32", "--max-new-tokens", "12")
-    plain = said(*asked, "--no-speculate")
-    found = said(*asked, "--heads", name, "--drafter", "exit:threshold=0.001", "--json")
-    assert json.loads(found)["text"] == plain.removesuffix("\n")
-    assert json.loads(found)["stats"]["drafted"] > 0
+    command = ("generate", "a b", *model, "--dtype", "float32", "--max-new-tokens", "12")
+    plain = said(*command, "--no-speculate")
+    output = said(*command, "--heads", name, "--drafter", "exit:threshold=0.001", "--json")
+    assert json.loads(output)["text"] == plain.removesuffix("\n")
+    assert json.loads(output)["stats"]["drafted"] > 0
     kind = "original" if name.startswith("original") else "speculators"
     assert f"{name} (EAGLE-3, {kind} format, llama layer" in said("heads", "check", name, *model)
     assert "eagle3" in said("heads", "show", name)
     said("heads", "pull", name)
-    assert any(one["name"] == name for one in json.loads(said("heads", "list", "--json")))
+    assert any(entry["name"] == name for entry in json.loads(said("heads", "list", "--json")))
 
 
 # --- Medusa's tree: its shape, its tokens, and the part that pays
@@ -288,13 +288,13 @@ def ranked(heads: ExitHeads, state: DecodeState) -> tuple[list[list[int]], Tenso
     """The ten likeliest tokens of each head, and their probabilities [K, 10], by hand."""
     assert state.deep is not None
     x, rows = state.deep, state.backbone.unembedding.weight
-    found = []
+    logits = []
     for name, weight in heads.named_parameters():
         if name.endswith("weight"):
             bias = heads.get_parameter(name.replace("weight", "bias"))
-            opened = torch.nn.functional.linear(x, weight, bias)
-            found.append((x + opened * opened.sigmoid()) @ rows.T)
-    best = torch.cat(found).softmax(-1).topk(10)
+            hidden = torch.nn.functional.linear(x, weight, bias)
+            logits.append((x + hidden * hidden.sigmoid()) @ rows.T)
+    best = torch.cat(logits).softmax(-1).topk(10)
     return best.indices.tolist(), best.values.detach()
 
 
@@ -318,7 +318,7 @@ def test_a_tree_is_whole_if_rows_cost_nothing_and_else_cut_to_the_part_that_pays
     assert draft.heads == 1
     tokens, chances = ranked(heads, state)
     ranks = {
-        tuple(tokens[depth].index(one) for depth, one in enumerate(draft.tokens_to(at))): at
+        tuple(tokens[depth].index(token) for depth, token in enumerate(draft.tokens_to(at))): at
         for at in range(len(draft.tokens))
     }
     assert len(ranks) == len(draft.tokens)
@@ -332,8 +332,8 @@ def test_a_tree_is_no_deeper_than_there_are_heads(precise: Backbone) -> None:
     for count in (1, 3, 5):
         options = SpeculationOptions().updated({"drafter": WHOLE, "costs": "row=0,head=0"})
         engine = Engine(Runtime(precise, ladder.medusa_heads(precise, count), None))
-        found = [one for one in engine.add(asked(random_ids(9)), options) if one.draft_tokens]
-        depths = {max(one.depths) for one in found}
+        trees = [tree for tree in engine.add(asked(random_ids(9)), options) if tree.draft_tokens]
+        depths = {max(tree.depths) for tree in trees}
         assert max(depths) == min(count, 4)
 
 
@@ -341,9 +341,9 @@ def test_medusa_heads_have_no_exit_layer(precise: Backbone) -> None:
     heads = ladder.medusa_heads(precise)
     with pytest.raises(InvalidOption, match="none of them reads exit layer 0"):
         heads[0]
-    for wrong in ({"num_heads": None}, {"exit_layers": (0, 2)}, {"head_type": "translator"}):
+    for fields in ({"num_heads": None}, {"exit_layers": (0, 2)}, {"head_type": "translator"}):
         with pytest.raises(InvalidOption, match=r"num_heads is|exit layer"):
-            replace(heads.config, **wrong)
+            replace(heads.config, **fields)
     assert heads.config.head_type == MEDUSA
 
 
@@ -358,13 +358,13 @@ def test_packed_heads_are_exact_to_8_bits(kind: str, dtype: torch.dtype, family:
     backbone = wrapped(family, dtype)
     heads = train(make_heads(kind, backbone.unembedding, draft_vocab_size=5))
     hidden = backbone.embed(random_ids(6)[0]).view(2, 3, -1)
-    every = hidden.flip(0), None, hidden.repeat(1, 1, 1 + len(heads.layers))
+    variants = hidden.flip(0), None, hidden.repeat(1, 1, 1 + len(heads.layers))
 
     def answers() -> list[Tensor]:
         with torch.no_grad():
-            features = [heads.first.features(hidden, deep) for deep in every]
-            asked = heads.first.asked(hidden[0], hidden[1])
-            return [*features, *asked, heads.first.unembed(hidden)]
+            features = [heads.first.features(hidden, deep) for deep in variants]
+            answer = heads.first.asked(hidden[0], hidden[1])
+            return [*features, *answer, heads.first.unembed(hidden)]
 
     whole = answers()
     pack(heads)

@@ -66,13 +66,13 @@ def listening(backbone: Backbone) -> Listening:
 def requests(count: int, options: Sequence[SpeculationOptions]) -> list[Wanted]:
     """Short and long prompts, some with a common prefix, greedy and sampled."""
     common = random_ids(80, seed=99)
-    found = []
+    wanted = []
     for number in range(count):
-        own = random_ids(3 + 7 * (number % 9), seed=number)
-        prompt = torch.cat([common, own], dim=1) if number % 4 == 1 else own
+        ids = random_ids(3 + 7 * (number % 9), seed=number)
+        prompt = torch.cat([common, ids], dim=1) if number % 4 == 1 else ids
         seed = number if number % 3 == 0 else None
-        found.append(Wanted(prompt, seed, options[number % len(options)]))
-    return found
+        wanted.append(Wanted(prompt, seed, options[number % len(options)]))
+    return wanted
 
 
 def tokens_of(entries: Iterable[Round]) -> list[int]:
@@ -105,32 +105,32 @@ def test_texts_have_the_same_bits_as_alone(
     """Random arrivals and cancellations, all kinds of drafts, greedy and sampled, one prefix."""
     dice = random.Random(most)
     wanted = requests(28, [PLAIN, NGRAM, EXITS, BOTH, SECOND, LOOKAHEAD, SKIP, SEARCH])
-    alone = [written(runtime, one) for one in wanted]
+    alone = [written(runtime, request) for request in wanted]
     engine = Engine(runtime, most=most, patience=patience)
     running: dict[Running, tuple[int, Recorder]] = {}
     dropped = set()
-    left = list(range(len(wanted)))
-    dice.shuffle(left)
-    while left or engine.texts:
-        for _ in range(min(len(left), dice.randrange(4))):
-            number = left.pop()
-            one = engine.add(wanted[number].asked(), wanted[number].options)
-            running[one] = number, runtime.heard[-1]
+    numbers = list(range(len(wanted)))
+    dice.shuffle(numbers)
+    while numbers or engine.texts:
+        for _ in range(min(len(numbers), dice.randrange(4))):
+            number = numbers.pop()
+            text = engine.add(wanted[number].asked(), wanted[number].options)
+            running[text] = number, runtime.heard[-1]
         engine.step()
         if dice.random() < 0.1:
-            one = dice.choice([*running])
-            one.close()
-            dropped.add(one)
+            text = dice.choice([*running])
+            text.close()
+            dropped.add(text)
     assert dropped
     shared = 0
-    for one, (number, rule) in running.items():
-        tokens = tokens_of(one.take())
+    for text, (number, rule) in running.items():
+        tokens = tokens_of(text.take())
         expected, logits = alone[number]
         assert tokens == expected[: len(tokens)]
-        assert len(tokens) == len(expected) or one in dropped
+        assert len(tokens) == len(expected) or text in dropped
         if tokens:
             assert torch.equal(rule.logits, logits[: len(tokens)])
-        shared += one.stats.reused_tokens
+        shared += text.stats.reused_tokens
     assert shared >= 64  # a page of the common prefix
 
 
@@ -143,27 +143,27 @@ def test_all_texts_of_a_round_draft_and_verify_together(
     """Each pass of a round, of the model or of a draft model, has a row of every text."""
     engine = Engine(runtime)
     wanted = [Wanted(random_ids(9 + number, seed=number), None, options) for number in range(5)]
-    running = [engine.add(one.asked(), options) for one in wanted]
+    running = [engine.add(request.asked(), options) for request in wanted]
     engine.step()  # the prompts
-    assert not any(one.shared for one in running)
+    assert not any(text.shared for text in running)
 
     def layers_of(_: Backbone, __: Tensor, first: int, last: int, rows: Rows, *___: Any) -> Any:
         return len(rows.spans), first, last
 
-    seen = noted(monkeypatch, Backbone, "run", layers_of)
-    asked = noted(monkeypatch, state, "scored", lambda _, features, *__: len(features))
+    passes = noted(monkeypatch, Backbone, "run", layers_of)
+    sizes = noted(monkeypatch, state, "scored", lambda _, features, *__: len(features))
     engine.step()
-    assert {texts for texts, _, _ in seen} == {5}
-    assert all(one.shared for one in running)
+    assert {texts for texts, _, _ in passes} == {5}
+    assert all(text.shared for text in running)
     layers = runtime.backbone.num_layers
     if options is SECOND:
-        assert [end for _, _, end in seen] == [2, 2, layers]
-        assert not asked
+        assert [end for _, _, end in passes] == [2, 2, layers]
+        assert not sizes
     elif options is SKIP:
-        assert seen == [(5, 0, 2), (5, 3, layers)] * 2 + [(5, 0, layers)]
+        assert passes == [(5, 0, 2), (5, 3, layers)] * 2 + [(5, 0, layers)]
     else:
-        assert seen == [(5, 0, 2)] * 3 + [(5, 0, 2), (5, 2, layers)]
-        assert asked == [5] * 3
+        assert passes == [(5, 0, 2)] * 3 + [(5, 0, 2), (5, 2, layers)]
+        assert sizes == [5] * 3
 
 
 class Failing:
@@ -179,20 +179,20 @@ class Failing:
 
 def test_an_error_of_one_text_reaches_only_its_own_reader(runtime: Listening) -> None:
     wanted = requests(5, [PLAIN, BOTH])
-    alone = [written(runtime, one)[0] for one in wanted]
+    alone = [written(runtime, request)[0] for request in wanted]
     engine = Engine(runtime)
     error = ZeroDivisionError("in a processor")
     running = [
-        engine.add(one.asked([Failing(4, error)] if number == 2 else ()), one.options)
-        for number, one in enumerate(wanted)
+        engine.add(request.asked([Failing(4, error)] if number == 2 else ()), request.options)
+        for number, request in enumerate(wanted)
     ]
     drain(engine)
-    for number, (one, expected) in enumerate(zip(running, alone, strict=True)):
-        tokens = tokens_of(one.take())
+    for number, (text, expected) in enumerate(zip(running, alone, strict=True)):
+        tokens = tokens_of(text.take())
         if number == 2:
             assert tokens == expected[: len(tokens)]
             with pytest.raises(ZeroDivisionError):
-                one.take()
+                text.take()
         else:
             assert tokens == expected
     assert engine.memory.used == 0
@@ -200,17 +200,17 @@ def test_an_error_of_one_text_reaches_only_its_own_reader(runtime: Listening) ->
 
 def test_an_engine_still_works_after_an_interrupt(runtime: Listening) -> None:
     wanted = requests(4, [PLAIN])
-    alone = [written(runtime, one)[0] for one in wanted]
+    alone = [written(runtime, request)[0] for request in wanted]
     engine = Engine(runtime)
     stop = [Failing(3, KeyboardInterrupt())]
-    for number, one in enumerate(wanted):
-        engine.add(one.asked(stop if number == 1 else ()), one.options)
+    for number, request in enumerate(wanted):
+        engine.add(request.asked(stop if number == 1 else ()), request.options)
     with pytest.raises(KeyboardInterrupt):
         drain(engine)
     assert engine.texts == 0
     assert engine.memory.used == 0
-    again = engine.add(wanted[0].asked(), wanted[0].options)
-    assert tokens_of(again) == alone[0]
+    rerun = engine.add(wanted[0].asked(), wanted[0].options)
+    assert tokens_of(rerun) == alone[0]
 
 
 def test_a_long_prompt_runs_in_pieces_while_others_continue(runtime: Listening) -> None:
@@ -220,9 +220,9 @@ def test_a_long_prompt_runs_in_pieces_while_others_continue(runtime: Listening) 
     late = Wanted(random_ids(300, seed=5), None, PLAIN)
     second = engine.add(late.asked(), PLAIN)
     while not second.fresh:
-        before = len(first.fresh)
+        count = len(first.fresh)
         engine.step()
-        assert len(first.fresh) == before + 1 or first.ended
+        assert len(first.fresh) == count + 1 or first.ended
     assert len(first.fresh) > 3
     (entry,) = second.take()
     assert len(entry.passes) > 3
@@ -235,8 +235,8 @@ def test_memory_is_bounded_and_a_text_that_never_fits_is_refused(runtime: Listen
     with pytest.raises(InvalidOption, match=r"a text of up to 514 tokens needs .*kv_memory is"):
         engine.add(Wanted(random_ids(500), None, PLAIN).asked(), PLAIN)
     wanted = requests(12, [PLAIN, BOTH])
-    alone = [written(runtime, one)[0] for one in wanted]
-    running = [engine.add(one.asked(), one.options) for one in wanted]
+    alone = [written(runtime, request)[0] for request in wanted]
+    running = [engine.add(request.asked(), request.options) for request in wanted]
     most = 0
     while engine.texts:
         engine.step()
@@ -245,15 +245,15 @@ def test_memory_is_bounded_and_a_text_that_never_fits_is_refused(runtime: Listen
         assert memory.used + memory.promised <= memory.most
         most = max(most, memory.used)
     assert most > 3 * page  # several texts at once
-    for one, expected in zip(running, alone, strict=True):
-        assert tokens_of(one.take()) == expected
+    for text, expected in zip(running, alone, strict=True):
+        assert tokens_of(text.take()) == expected
 
 
 def test_a_row_costs_a_larger_share_of_a_larger_batch() -> None:
     rows = (0.05,) * 9 + (0.1,)
     assert batch_row_costs(rows, 1) == rows
-    found = [batch_row_costs(rows, texts)[0] for texts in (1, 2, 4, 8, 16, 32)]
-    assert found == sorted(found)
+    costs = [batch_row_costs(rows, texts)[0] for texts in (1, 2, 4, 8, 16, 32)]
+    assert costs == sorted(costs)
     # two more rows, one for each text, over a round of 1 + one row
     assert batch_row_costs(rows, 2)[0] == pytest.approx(0.1 / 1.05)
     # after the tenth row each costs the same: rows are nearly all of a round of 32 texts
@@ -271,13 +271,13 @@ def test_costs_set_the_rows_until_rounds_were_timed() -> None:
 @pytest.mark.parametrize("row_s", [0.02, 0.5, 3.0])
 def test_rounds_reach_the_given_length_whatever_the_costs_were(row_s: float) -> None:
     pace = Pace()
-    usual, patience = 2.0, 1.5
+    round_s, patience = 2.0, 1.5
     for _ in range(3):
-        pace.note(8, 0, usual)
+        pace.note(8, 0, round_s)
     for _ in range(12):
         rows = pace.rows(8, patience)
-        pace.note(8, rows, usual + rows * row_s)
-    assert rows == pytest.approx(max(patience * usual / row_s, 1), abs=1)
+        pace.note(8, rows, round_s + rows * row_s)
+    assert rows == pytest.approx(max(patience * round_s / row_s, 1), abs=1)
     assert pace.rows(9, patience) == rows  # as for the nearest timed number of texts
 
 

@@ -61,12 +61,12 @@ DRAFTS: list[dict[str, Any]] = [
 @functools.cache
 def everything() -> tuple[Speculator, PreTrainedTokenizerFast, Grammars]:
     """A float64 speculator, whose choices rows cannot change, with its tokenizer and grammars."""
-    words = byte_level_bpe(JSON, VOCAB_SIZE - 16)
+    tokenizer = byte_level_bpe(JSON, VOCAB_SIZE - 16)
     model: Any = make_model("llama", torch.float64, vocab_size=VOCAB_SIZE)
-    model.generation_config.eos_token_id = words.eos_token_id
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
     heads = deep_heads(Backbone(model, executor="generic"))
-    speculator = wrap(model, words, heads=heads, executor="generic")
-    return speculator, words, Grammars(words, VOCAB_SIZE)
+    speculator = wrap(model, tokenizer, heads=heads, executor="generic")
+    return speculator, tokenizer, Grammars(tokenizer, VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +92,15 @@ def allowed(words: PreTrainedTokenizerFast, text: Sequence[int], tokens: Sequenc
 def test_an_answer_follows_its_schema_with_any_drafter(
     model: Speculator, drafts: dict[str, Any], drawing: dict[str, Any]
 ) -> None:
-    asked: Any = {"json_schema": PERSON, "max_new_tokens": 120, **drawing}
-    plain = model.generate("A person:", speculate=False, **asked)
-    found = model.generate("A person:", **asked, **drafts)
-    jsonschema.validate(json.loads(found.text), PERSON)
-    assert found.stop_reason == "eos"
-    assert found.token_ids == plain.token_ids
-    drafted, kept = found.stats.drafted_by_source, found.stats.accepted_by_source
+    options: Any = {"json_schema": PERSON, "max_new_tokens": 120, **drawing}
+    plain = model.generate("A person:", speculate=False, **options)
+    answer = model.generate("A person:", **options, **drafts)
+    jsonschema.validate(json.loads(answer.text), PERSON)
+    assert answer.stop_reason == "eos"
+    assert answer.token_ids == plain.token_ids
+    drafted, kept = answer.stats.drafted_by_source, answer.stats.accepted_by_source
     assert drafted["grammar"] == kept["grammar"] > 4  # forced tokens: keys, quotes, brackets
-    assert found.stats.rounds < plain.stats.rounds - kept["grammar"] // 2
+    assert answer.stats.rounds < plain.stats.rounds - kept["grammar"] // 2
 
 
 @pytest.mark.parametrize("drafts", DRAFTS[:5], ids=str)
@@ -109,14 +109,14 @@ def test_no_draft_breaks_the_grammar(
 ) -> None:
     stream = model.stream("A person:", json_schema=PERSON, max_new_tokens=120, **drafts)
     text: list[int] = []
-    looked_at = 0
+    checks = 0
     for entry in (stream.drain(), stream.rounds)[1]:
         draft = Draft.of(entry.draft_tokens, entry.parents)
         for index, source in enumerate(entry.sources):
             assert allowed(words, text, draft.tokens_to(index))
-            looked_at += source != "grammar"
+            checks += source != "grammar"
         text += entry.tokens
-    assert looked_at or drafts == {"drafter": "ngram"}
+    assert checks or drafts == {"drafter": "ngram"}
 
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -132,18 +132,18 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 def every_schema() -> list[dict[str, Any]]:
     """A schema of each kind, an array of each, and an object of all."""
-    arrays = [{"type": "array", "items": one, "maxItems": 2} for one in FIELDS.values()]
+    arrays = [{"type": "array", "items": field, "maxItems": 2} for field in FIELDS.values()]
     closed = {"required": sorted(FIELDS), "additionalProperties": False}
     return [*FIELDS.values(), *arrays, {"type": "object", "properties": FIELDS} | closed]
 
 
 @pytest.mark.parametrize(("seed", "schema"), enumerate(every_schema()))
 def test_any_schema_is_followed(model: Speculator, schema: dict[str, Any], seed: int) -> None:
-    asked: Any = {"json_schema": schema, "max_new_tokens": 300, "do_sample": True, "seed": seed}
-    found = model.generate("Write:", drafter="ngram+exit:threshold=0.01", **asked)
-    assert found.stop_reason == "eos"
-    jsonschema.validate(json.loads(found.text), schema)
-    assert found.token_ids == model.generate("Write:", speculate=False, **asked).token_ids
+    options: Any = {"json_schema": schema, "max_new_tokens": 300, "do_sample": True, "seed": seed}
+    answer = model.generate("Write:", drafter="ngram+exit:threshold=0.01", **options)
+    assert answer.stop_reason == "eos"
+    jsonschema.validate(json.loads(answer.text), schema)
+    assert answer.token_ids == model.generate("Write:", speculate=False, **options).token_ids
 
 
 def mask(grammar: Grammar) -> GrammarMask:
@@ -153,33 +153,33 @@ def mask(grammar: Grammar) -> GrammarMask:
 
 
 def test_forced_tokens_end_with_the_end_token(words: PreTrainedTokenizerFast) -> None:
-    asked: Any = wanted_grammar({"grammar": 'start: ("yes" | "no") ", of course."'})
-    one = mask(asked)
-    forced = one.forced(words("yes")["input_ids"], 50)
+    grammar: Any = wanted_grammar({"grammar": 'start: ("yes" | "no") ", of course."'})
+    grammar_mask = mask(grammar)
+    forced = grammar_mask.forced(words("yes")["input_ids"], 50)
     assert words.decode(forced) == ", of course.<end>"
-    assert one.forced(words("yes")["input_ids"], 2) == forced[:2]
-    assert one.forced([], 5) == []
-    assert one.forced([], 0) == []
+    assert grammar_mask.forced(words("yes")["input_ids"], 2) == forced[:2]
+    assert grammar_mask.forced([], 5) == []
+    assert grammar_mask.forced([], 0) == []
 
 
 def test_forced_tokens_are_the_trunk_despite_any_rival(words: PreTrainedTokenizerFast) -> None:
-    one = mask(grammar_of_schema(PERSON))
-    drafter = GrammarDrafter(one, 0, 2)
-    begun = Text([0] * one.start + words('{"')["input_ids"])
-    draft = drafter.propose(begun, 9, rival=5.0)
+    grammar_mask = mask(grammar_of_schema(PERSON))
+    drafter = GrammarDrafter(grammar_mask, 0, 2)
+    opening = Text([0] * grammar_mask.start + words('{"')["input_ids"])
+    draft = drafter.propose(opening, 9, rival=5.0)
     assert len(draft.tokens) == 2
-    assert {(one.source, one.chance) for one in draft.proposed} == {("grammar", 1.0)}
-    assert drafter.propose(begun, 1).tokens == draft.tokens[:1]
-    assert drafter.propose(begun, 0).tokens == []
-    free = Text([0] * one.start + words('{"name": "A')["input_ids"])
+    assert {(token.source, token.chance) for token in draft.proposed} == {("grammar", 1.0)}
+    assert drafter.propose(opening, 1).tokens == draft.tokens[:1]
+    assert drafter.propose(opening, 0).tokens == []
+    free = Text([0] * grammar_mask.start + words('{"name": "A')["input_ids"])
     assert drafter.propose(free, 9).tokens == []
 
 
 def test_each_row_of_a_batch_follows_the_grammar(model: Speculator) -> None:
     ids = torch.cat([random_ids(5, seed=seed) for seed in (1, 2)])
-    asked: Any = {"json_schema": PERSON, "max_new_tokens": 120, "num_return_sequences": 2}
-    asked |= {"do_sample": True, "seed": 3}
-    texts = [answer.text for answer in model.generate_batch(ids, **asked)]
+    options: Any = {"json_schema": PERSON, "max_new_tokens": 120, "num_return_sequences": 2}
+    options |= {"do_sample": True, "seed": 3}
+    texts = [answer.text for answer in model.generate_batch(ids, **options)]
     assert len({*texts}) > 1
     for text in texts:
         jsonschema.validate(json.loads(text), PERSON)

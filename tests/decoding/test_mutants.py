@@ -28,32 +28,32 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 
 def truncate_one_too_few(patch: pytest.MonkeyPatch) -> None:
     """A rejected draft's keys stay in the cache."""
-    right = KVCache.truncate
+    original = KVCache.truncate
 
     def wrong(self: KVCache, length: int, *layers: int) -> None:
-        right(self, length if layers else length + 1, *layers)
+        original(self, length if layers else length + 1, *layers)
 
     patch.setattr(KVCache, "truncate", wrong)
 
 
 def mask_sized_by_the_first_layer(patch: pytest.MonkeyPatch) -> None:
     """Deep passes get the mask of layer 1, which holds more positions."""
-    right = GenericExecutor.masks
+    original = GenericExecutor.masks
 
-    def wrong(self: Any, hidden: Tensor, first: int, *rest: Any) -> dict[str, Any]:
+    def wrong(self: Any, hidden: Tensor, first: int, *args: Any) -> dict[str, Any]:
         del first
-        return right(self, hidden, 0, *rest)
+        return original(self, hidden, 0, *args)
 
     patch.setattr(GenericExecutor, "masks", wrong)
 
 
 def positions_start_one_late(patch: pytest.MonkeyPatch) -> None:
     """Rows of deep passes are rotated to the next position."""
-    right = GenericExecutor.run
+    original = GenericExecutor.run
 
     def wrong(self: Any, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         late = replace(rows.only, start=rows.only.start + 1) if first else rows.only
-        return right(self, hidden, first, last, Rows(rows.device, (late,)))
+        return original(self, hidden, first, last, Rows(rows.device, (late,)))
 
     patch.setattr(GenericExecutor, "run", wrong)
 
@@ -63,12 +63,12 @@ def bonus_row_dropped(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(state: DecodeState, draft: Draft) -> Steps[Target]:
         shortened = Draft(proposed=draft.proposed[:-1])
-        target = yield from right(state, shortened)
+        target = yield from original(state, shortened)
         if not draft.tokens:
             return target
         return Target(torch.cat([target.logits, target.logits[-1:]]))
 
-    right = selfspec.decoding.decode.verify
+    original = selfspec.decoding.decode.verify
     patch.setattr(selfspec.decoding.decode, "verify", wrong)
 
 
@@ -76,23 +76,23 @@ def rows_judged_one_late(patch: pytest.MonkeyPatch) -> None:
     """Each draft is compared with the logits of its own row, not of the row before."""
 
     def wrong(state: DecodeState, draft: Draft) -> Steps[Target]:
-        target = yield from right(state, draft)
+        target = yield from original(state, draft)
         return Target(target.logits.roll(-1, dims=0))
 
-    right = selfspec.decoding.decode.verify
+    original = selfspec.decoding.decode.verify
     patch.setattr(selfspec.decoding.decode, "verify", wrong)
 
 
 def every_draft_stays(patch: pytest.MonkeyPatch) -> None:
     """Drafts are committed without verification."""
-    right = GreedyMatch.verdict
+    original = GreedyMatch.verdict
 
     def wrong(
         self: GreedyMatch, text: Prefix, target: Target, row: int, proposed: Proposed
     ) -> Verdict:
         if proposed:
             return Verdict(proposed[0].token, 0)
-        return right(self, text, target, row, proposed)
+        return original(self, text, target, row, proposed)
 
     patch.setattr(GreedyMatch, "verdict", wrong)
 
@@ -104,10 +104,10 @@ def queues_keep_rejected_rows(patch: pytest.MonkeyPatch) -> None:
 
 def shallow_rows_swapped(patch: pytest.MonkeyPatch) -> None:
     """Rows that meet at a boundary are queued in the wrong order."""
-    right = HiddenCache.rows
+    original = HiddenCache.rows
 
     def wrong(self: HiddenCache, boundary: int) -> Tensor:
-        hidden = right(self, boundary)
+        hidden = original(self, boundary)
         return hidden.flip(0) if boundary and len(hidden) == 2 else hidden
 
     patch.setattr(HiddenCache, "rows", wrong)
@@ -127,23 +127,23 @@ def residual_is_the_target(patch: pytest.MonkeyPatch) -> None:
 
 def exit_looks_at_the_drawn_token(patch: pytest.MonkeyPatch) -> None:
     """A draft is withdrawn if the drawn token was unlikely, so kept drafts are biased."""
-    right = ExitDrafter._first_exit
+    original = ExitDrafter._first_exit
 
     def wrong(self: ExitDrafter, *args: Any) -> Steps[Any]:
-        found = yield from right(self, *args)
-        if found is None or (law := found.choice.probs) is None:
+        early_exit = yield from original(self, *args)
+        if early_exit is None or (law := early_exit.choice.probs) is None:
             return None
-        return found if law[found.choice.token] > law.max() - 1e-6 else None
+        return early_exit if law[early_exit.choice.token] > law.max() - 1e-6 else None
 
     patch.setattr(ExitDrafter, "_first_exit", wrong)
 
 
 def distribution_of_another_temperature(patch: pytest.MonkeyPatch) -> None:
     """Acceptance divides by another distribution than the draft was drawn from."""
-    right = Sampler.choose
+    original = Sampler.choose
 
     def wrong(self: Sampler, ids: Tensor, logits: Tensor, **options: Any) -> DraftToken:
-        choice = right(self, ids, logits, **options)
+        choice = original(self, ids, logits, **options)
         return choice._replace(probs=(logits[0] / 2).softmax(-1))
 
     patch.setattr(Sampler, "choose", wrong)

@@ -124,9 +124,9 @@ def classes(module: Any, base: type) -> set[str]:
 
 
 def test_every_processor_of_transformers_is_tried_or_refused_by_name_in_a_batch() -> None:
-    found = classes(logits_process, LogitsProcessor)
+    names = classes(logits_process, LogitsProcessor)
     tried = ROWS.keys() | SAMPLING
-    assert found == tried | OF_OTHER_MODELS, "a new one: does it hold anything per row?"
+    assert names == tried | OF_OTHER_MODELS, "a new one: does it hold anything per row?"
     assert tried - STATELESS == {
         "PrefixConstrainedLogitsProcessor",
         "SynthIDTextWatermarkLogitsProcessor",
@@ -139,8 +139,8 @@ def test_every_processor_of_transformers_is_tried_or_refused_by_name_in_a_batch(
 
 
 def test_every_criterion_of_transformers_is_known() -> None:
-    found = classes(stopping_criteria, StoppingCriteria)
-    assert found == {
+    names = classes(stopping_criteria, StoppingCriteria)
+    assert names == {
         *("MaxLengthCriteria", "EosTokenCriteria"),  # read by `request`
         *("MaxTimeCriteria", "StopStringCriteria"),  # passed, or given a clock
         "ConfidenceCriteria",  # refused
@@ -155,26 +155,26 @@ def compare(exact: Any, eager: Speculator, batch: dict[str, Tensor]) -> Compare:
     """A function that decodes rows of the batch and compares them with transformers' own."""
 
     def go(rows: slice = slice(None), **options: Any) -> Tensor:
-        usual = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-        given = {name: value[rows] for name, value in batch.items()} | usual | options
-        found: Tensor = exact.generate(custom_generate=eager.hf(), **given)
-        assert torch.equal(found, exact.generate(**given))
-        return found
+        defaults = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        keywords = {name: value[rows] for name, value in batch.items()} | defaults | options
+        output: Tensor = exact.generate(custom_generate=eager.hf(), **keywords)
+        assert torch.equal(output, exact.generate(**keywords))
+        return output
 
     return go
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_two_rows_have_the_tokens_of_hugging_faces_batch(name: str, compare: Compare) -> None:
-    found = compare(**ROWS[name])
+    output = compare(**ROWS[name])
     if name not in ("InfNanRemoveLogitsProcessor", "ForcedBOSTokenLogitsProcessor"):
-        assert not torch.equal(found, compare()), "the processor changes nothing here"
+        assert not torch.equal(output, compare()), "the processor changes nothing here"
     for row in range(2):  # a row alone has the tokens that it has in the batch
         options = dict(ROWS[name])
         if name == "PrefixConstrainedLogitsProcessor":
             options["prefix_allowed_tokens_fn"] = lambda _, ids, row=row: allowed(row, ids)
         answer = compare(slice(row, row + 1), **options)
-        assert torch.equal(answer[0], found[row, : answer.shape[1]])
+        assert torch.equal(answer[0], output[row, : answer.shape[1]])
 
 
 @pytest.mark.parametrize(
@@ -182,17 +182,17 @@ def test_two_rows_have_the_tokens_of_hugging_faces_batch(name: str, compare: Com
 )
 def test_sequences_of_one_prompt_share_its_state(options: dict[str, Any], compare: Compare) -> None:
     pytest.importorskip("transformers", "5.24")  # 5.17 penalises by the rows of other prompts
-    found = compare(**options, num_return_sequences=2, do_sample=True, top_k=1)
-    assert found.shape[0] == 4
-    assert torch.equal(found[0], found[1])
+    output = compare(**options, num_return_sequences=2, do_sample=True, top_k=1)
+    assert output.shape[0] == 4
+    assert torch.equal(output[0], output[1])
 
 
 def test_negative_prompts_belong_to_their_rows(compare: Compare) -> None:
     mask = torch.ones_like(NEGATIVE)
     mask[1, :2] = 0
     options = {"guidance_scale": 1.8, "negative_prompt_attention_mask": mask}
-    found = compare(**options, negative_prompt_ids=NEGATIVE)
-    assert not torch.equal(found, compare(**options, negative_prompt_ids=NEGATIVE.flip(0)))
+    output = compare(**options, negative_prompt_ids=NEGATIVE)
+    assert not torch.equal(output, compare(**options, negative_prompt_ids=NEGATIVE.flip(0)))
 
 
 def test_prompt_lengths_of_a_users_own_penalty_belong_to_their_rows(
@@ -203,8 +203,8 @@ def test_prompt_lengths_of_a_users_own_penalty_belong_to_their_rows(
     def penalty(*lengths: int) -> list[Any]:
         return [RepetitionPenaltyLogitsProcessor(2.0, torch.tensor(lengths))]
 
-    found = compare(logits_processor=penalty(4, LENGTH))
-    assert not torch.equal(found, compare(logits_processor=penalty(LENGTH, 0)))
+    output = compare(logits_processor=penalty(4, LENGTH))
+    assert not torch.equal(output, compare(logits_processor=penalty(LENGTH, 0)))
     with pytest.raises(InvalidOption, match="made for 3 rows, the batch has 2"):
         eager.generate_batch(batch["input_ids"], logits_processor=penalty(1, 2, 3))
 
@@ -255,12 +255,12 @@ class EverySecond(LogitsProcessor):
 
 def test_a_users_processor_with_state_is_copied_for_each_prompt(eager: Speculator) -> None:
     prompts = [random_ids(5), random_ids(9, seed=2)]
-    found = eager.generate_batch(prompts, max_new_tokens=9, logits_processor=[EverySecond()])
+    answers = eager.generate_batch(prompts, max_new_tokens=9, logits_processor=[EverySecond()])
     alone = [
         eager.generate(prompt, max_new_tokens=9, logits_processor=[EverySecond()])
         for prompt in prompts
     ]
-    assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
 
 
 class Longer(StoppingCriteria):
@@ -277,9 +277,9 @@ class Longer(StoppingCriteria):
 
 
 def test_a_users_criteria_end_each_row_separately(compare: Compare) -> None:
-    found = compare(stopping_criteria=[Longer(LENGTH + 2, LENGTH + 6)], eos_token_id=END)
-    assert found.shape[1] == LENGTH + 6
-    assert found[0, LENGTH + 2 :].eq(0).all()
+    output = compare(stopping_criteria=[Longer(LENGTH + 2, LENGTH + 6)], eos_token_id=END)
+    assert output.shape[1] == LENGTH + 6
+    assert output[0, LENGTH + 2 :].eq(0).all()
     # without a pad token transformers pads with the first end token
     compare(eos_token_id=[*range(40, 60), 3], pad_token_id=None)
 
@@ -302,10 +302,10 @@ def test_criteria_that_cannot_be_evaluated_are_refused_by_name(
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_lengths_and_end_tokens_given_as_criteria_count(compare: Compare, rows: int) -> None:
-    ends = stopping_criteria.EosTokenCriteria(list(range(30)))
-    assert compare(slice(rows), stopping_criteria=[ends]).shape[1] < LENGTH + NEW
-    length = stopping_criteria.MaxLengthCriteria(LENGTH + 3)
-    assert compare(slice(rows), stopping_criteria=[length]).shape[1] == LENGTH + 3
+    end_tokens = stopping_criteria.EosTokenCriteria(list(range(30)))
+    assert compare(slice(rows), stopping_criteria=[end_tokens]).shape[1] < LENGTH + NEW
+    max_length = stopping_criteria.MaxLengthCriteria(LENGTH + 3)
+    assert compare(slice(rows), stopping_criteria=[max_length]).shape[1] == LENGTH + 3
 
 
 def test_every_row_has_the_whole_time_to_itself(
@@ -329,11 +329,11 @@ def test_every_row_has_the_whole_time_to_itself(
 
 
 def test_a_clock_of_the_users_own_is_left_alone() -> None:
-    own = stopping_criteria.MaxTimeCriteria(5.0, initial_timestamp=3.0)
-    assert sampling.criterion_for(own, 1, 2, max_time=None) is own
-    assert sampling.criterion_for(own, 0, 1, max_time=5.0) is own
-    fresh = sampling.criterion_for(own, 1, 2, max_time=5.0)
-    assert fresh is not own
+    clock = stopping_criteria.MaxTimeCriteria(5.0, initial_timestamp=3.0)
+    assert sampling.criterion_for(clock, 1, 2, max_time=None) is clock
+    assert sampling.criterion_for(clock, 0, 1, max_time=5.0) is clock
+    fresh = sampling.criterion_for(clock, 1, 2, max_time=5.0)
+    assert fresh is not clock
     assert fresh.initial_timestamp > 3.0
 
 
@@ -350,8 +350,8 @@ def make_sampler(*processors: Any, **values: Any) -> Sampler:
 def decoded(backbone: Backbone, sampler: Sampler, drafter: Drafter | None = None) -> list[int]:
     """Decode greedily to WHOLE ids."""
     ids, new = random_ids(PROMPT), WHOLE - PROMPT
-    found = ladder.decode(backbone, ids, drafter or NoDrafter(), new_tokens=new, sampler=sampler)
-    return ids[0].tolist() + found.tokens
+    answer = ladder.decode(backbone, ids, drafter or NoDrafter(), new_tokens=new, sampler=sampler)
+    return ids[0].tolist() + answer.tokens
 
 
 def draws(sampler: Sampler) -> list[float]:
@@ -363,9 +363,9 @@ def draws(sampler: Sampler) -> list[float]:
 def test_all_draws_come_from_the_given_generator_or_the_global_one() -> None:
     state = torch.get_rng_state()
     first = draws(make_sampler(do_sample=True, generator=torch.Generator().manual_seed(3)))
-    again = draws(make_sampler(do_sample=True, generator=torch.Generator().manual_seed(3)))
+    repeat = draws(make_sampler(do_sample=True, generator=torch.Generator().manual_seed(3)))
     other = draws(make_sampler(do_sample=True, generator=torch.Generator().manual_seed(4)))
-    assert first == again != other
+    assert first == repeat != other
     assert torch.equal(torch.get_rng_state(), state)
     assert all(0.0 <= number < 1.0 for number in first[:5])
     with torch.random.fork_rng():
@@ -377,9 +377,9 @@ def test_drafts_are_chosen_without_processors_that_may_keep_state() -> None:
     generator = torch.Generator()
     kept = [TemperatureLogitsWarper(0.5), TopKLogitsWarper(3), NoRepeatNGramLogitsProcessor(2)]
     # transformers' class around a user's function
-    users = PrefixConstrainedLogitsProcessor(lambda _row, _ids: [1], num_beams=1)
+    constraint = PrefixConstrainedLogitsProcessor(lambda _row, _ids: [1], num_beams=1)
     watermark = SynthIDTextWatermarkLogitsProcessor(2, [1, 2], 8, 0, 4, torch.device("cpu"))
-    others = [PerRow(), watermark, lambda _ids, scores: scores, users]
+    others = [PerRow(), watermark, lambda _ids, scores: scores, constraint]
     sampler = make_sampler(*others, *kept, do_sample=True, generator=generator)
     drafting = sampler.for_drafts()
     assert list(drafting.processors) == kept
@@ -390,16 +390,16 @@ def test_drafts_are_chosen_without_processors_that_may_keep_state() -> None:
 
 def test_target_processors_see_each_true_prefix_once(backbone: Backbone) -> None:
     truth = decoded(backbone, make_sampler())
-    seen: list[list[int]] = []
+    prefixes: list[list[int]] = []
 
     def note(ids: Tensor, scores: Tensor) -> Tensor:
-        seen.append(ids[0].tolist())
+        prefixes.append(ids[0].tolist())
         return scores
 
     for drafter in (NoDrafter(), MixedDrafter(truth, 0, VOCAB_SIZE)):
-        seen.clear()
+        prefixes.clear()
         assert decoded(backbone, make_sampler(note), drafter) == truth
-        assert seen == [truth[:length] for length in range(PROMPT, WHOLE)]
+        assert prefixes == [truth[:length] for length in range(PROMPT, WHOLE)]
 
 
 def test_a_head_that_knows_no_allowed_token_still_has_a_distribution() -> None:
@@ -412,11 +412,11 @@ def test_a_head_that_knows_no_allowed_token_still_has_a_distribution() -> None:
             masked[:, self.tokens] = scores[:, self.tokens]
             return masked
 
-    known = torch.tensor([[1.0, 2.0, -torch.inf, -torch.inf]])
+    logits = torch.tensor([[1.0, 2.0, -torch.inf, -torch.inf]])
     ids = torch.tensor([[0]])
     for tokens, law in (((2, 3), [0, 0, 0.5, 0.5]), ((3,), [0, 0, 0, 1]), ((0, 3), [1, 0, 0, 0])):
         sampler = Sampler(LogitsProcessorList([Allows(*tokens)])).for_drafts()
-        assert sampler.probs(ids, known).tolist() == law
+        assert sampler.probs(ids, logits).tolist() == law
 
 
 # --- log-probabilities of tokens, and penalties for tokens that occurred before
@@ -428,44 +428,44 @@ def test_log_probabilities_are_those_of_the_models_own_logits(
     eager: Speculator, drafts: dict[str, Any], drawing: dict[str, Any]
 ) -> None:
     ids = random_ids(9)
-    found: Any = eager.generate(ids, max_new_tokens=12, logprobs=3, **drafts, **drawing)
-    whole = torch.tensor([ids[0].tolist() + found.token_ids])
-    logs = eager.model(whole).logits[0, 8:-1].log_softmax(-1)
-    assert [one.token for one in found.logprobs] == found.token_ids
-    for row, one in zip(logs, found.logprobs, strict=True):
-        assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-4)
-        assert [token for token, _ in one.top] == row.topk(3).indices.tolist()
-        assert [said for _, said in one.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    answer: Any = eager.generate(ids, max_new_tokens=12, logprobs=3, **drafts, **drawing)
+    text = torch.tensor([ids[0].tolist() + answer.token_ids])
+    logs = eager.model(text).logits[0, 8:-1].log_softmax(-1)
+    assert [entry.token for entry in answer.logprobs] == answer.token_ids
+    for row, entry in zip(logs, answer.logprobs, strict=True):
+        assert entry.logprob == pytest.approx(float(row[entry.token]), abs=1e-4)
+        assert [token for token, _ in entry.top] == row.topk(3).indices.tolist()
+        assert [log for _, log in entry.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
     processors = [lambda _, scores: scores.clamp_(max=0.0)]  # changes its input in place
-    asked: Any = {"max_new_tokens": 1, "logprobs": 3, "logits_processor": processors}
-    first: Any = eager.generate(ids, **asked, **drafts).logprobs
-    assert first[0].top == found.logprobs[0].top
+    options: Any = {"max_new_tokens": 1, "logprobs": 3, "logits_processor": processors}
+    first: Any = eager.generate(ids, **options, **drafts).logprobs
+    assert first[0].top == answer.logprobs[0].top
     if drawing:
-        assert any(one.token != one.top[0][0] for one in found.logprobs)
+        assert any(entry.token != entry.top[0][0] for entry in answer.logprobs)
 
 
 def test_log_probabilities_are_recorded_only_on_request(eager: Speculator) -> None:
-    def noted(**asked: Any) -> Any:
-        return eager.generate(random_ids(4), max_new_tokens=3, **asked).logprobs
+    def noted(**options: Any) -> Any:
+        return eager.generate(random_ids(4), max_new_tokens=3, **options).logprobs
 
     assert noted() is None
-    assert [one.top for one in noted(logprobs=0)] == [()] * 3
-    assert [len(one.top) for one in noted(logprobs=10**6)] == [VOCAB_SIZE] * 3
+    assert [entry.top for entry in noted(logprobs=0)] == [()] * 3
+    assert [len(entry.top) for entry in noted(logprobs=10**6)] == [VOCAB_SIZE] * 3
     with pytest.raises(InvalidOption, match="logprobs is -1, expected a value of at least 0"):
         noted(logprobs=-1)
 
 
 def test_penalties_count_the_answer_alone() -> None:
     penalty = OccurrencePenalty(0.5, 0.25, start=2)
-    found = penalty(torch.tensor([[1, 2, 3, 3, 4]]), torch.zeros(1, 6))
-    assert found.tolist() == [[0.0, 0.0, 0.0, -1.0, -0.75, 0.0]]
+    scores = penalty(torch.tensor([[1, 2, 3, 3, 4]]), torch.zeros(1, 6))
+    assert scores.tolist() == [[0.0, 0.0, 0.0, -1.0, -0.75, 0.0]]
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
 def test_penalties_change_the_answer_and_drafts_do_not(eager: Speculator, name: str) -> None:
     def answer(value: float, **drafts: Any) -> Generation:
-        asked: Any = {"max_new_tokens": 40, name: value, **drafts}
-        return eager.generate(random_ids(6), **asked)
+        options: Any = {"max_new_tokens": 40, name: value, **drafts}
+        return eager.generate(random_ids(6), **options)
 
     plain, penalised = (answer(value, speculate=False).token_ids for value in (0.0, 4.0))
     assert len({*penalised}) > len({*plain})
@@ -507,8 +507,8 @@ def speculator() -> Speculator:
     model = make_model("llama", torch.float64)
     heads = ladder.deep_heads(Backbone(model, executor="generic"))
     second = make_model("llama", torch.float64, num_hidden_layers=2)
-    more: dict[str, Any] = {"costs": "row=0,head=0", "never_slower": False}
-    return wrap(model, heads=heads, draft_model=second, executor="generic", **more)
+    options: dict[str, Any] = {"costs": "row=0,head=0", "never_slower": False}
+    return wrap(model, heads=heads, draft_model=second, executor="generic", **options)
 
 
 def repeating(length: int, seed: int = 0) -> Tensor:
@@ -517,16 +517,16 @@ def repeating(length: int, seed: int = 0) -> Tensor:
 
 
 def plain(speculator: Speculator, ids: Tensor, **options: Any) -> list[int]:
-    given = FLAT | {"max_new_tokens": NEW_TOKENS, "seed": SEED} | options
-    return speculator.generate(ids, drafter="none", **given).token_ids
+    keywords = FLAT | {"max_new_tokens": NEW_TOKENS, "seed": SEED} | options
+    return speculator.generate(ids, drafter="none", **keywords).token_ids
 
 
 def test_a_text_cut_short_is_continued_with_the_same_tokens(speculator: Speculator) -> None:
     """A draw depends on its position, not on where the prompt came from."""
     ids = repeating(13)
-    whole = plain(speculator, ids)
-    longer = torch.cat([ids, torch.tensor([whole[:15]])], dim=1)
-    assert plain(speculator, longer, max_new_tokens=NEW_TOKENS - 15) == whole[15:]
+    tokens = plain(speculator, ids)
+    longer = torch.cat([ids, torch.tensor([tokens[:15]])], dim=1)
+    assert plain(speculator, longer, max_new_tokens=NEW_TOKENS - 15) == tokens[15:]
 
 
 PROMPTS = (repeating(13), repeating(7, seed=1), repeating(10, seed=2))
@@ -546,8 +546,8 @@ def left_padded() -> tuple[Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def texts(speculator: Speculator) -> list[list[int]]:
     """The text of each prompt alone, without drafts."""
-    given = ((prompt, SEED + row) for row, prompt in enumerate(PROMPTS))
-    return [plain(speculator, prompt, max_new_tokens=20, seed=seed) for prompt, seed in given]
+    pairs = ((prompt, SEED + row) for row, prompt in enumerate(PROMPTS))
+    return [plain(speculator, prompt, max_new_tokens=20, seed=seed) for prompt, seed in pairs]
 
 
 @pytest.mark.parametrize("method", [None, *METHODS], ids=str)
@@ -556,8 +556,8 @@ def test_a_row_of_a_batch_equals_its_prompt_alone_with_the_seed_plus_its_number(
 ) -> None:
     drafting = {"drafter": "none"} if method is None else METHODS[method]
     ids, mask = left_padded()
-    given = FLAT | {"max_new_tokens": 20, "attention_mask": mask} | drafting
-    answers = speculator.generate_batch(ids, **given, seed=SEED)
+    options = FLAT | {"max_new_tokens": 20, "attention_mask": mask} | drafting
+    answers = speculator.generate_batch(ids, **options, seed=SEED)
     assert [answer.token_ids for answer in answers] == texts
     assert all(answer.stats.lossless for answer in answers)
     drafted = sum(answer.stats.drafted for answer in answers)
@@ -567,22 +567,22 @@ def test_a_row_of_a_batch_equals_its_prompt_alone_with_the_seed_plus_its_number(
 
 
 def test_seeds_wrap_around_at_64_bits(speculator: Speculator) -> None:
-    both = torch.cat([PROMPTS[0], PROMPTS[0]])
-    last, first = speculator.generate_batch(both, **FLAT, max_new_tokens=8, seed=2**64 - 1)
+    ids = torch.cat([PROMPTS[0], PROMPTS[0]])
+    last, first = speculator.generate_batch(ids, **FLAT, max_new_tokens=8, seed=2**64 - 1)
     assert last.token_ids == plain(speculator, PROMPTS[0], max_new_tokens=8, seed=-1)
     assert first.token_ids == plain(speculator, PROMPTS[0], max_new_tokens=8, seed=0)
 
 
 def test_no_prompt_is_lost_if_seeds_run_out_or_are_invalid(speculator: Speculator) -> None:
     prompts, seeds = [PROMPTS[0]] * 4, [2**64 + 5, "x", None]
-    asked: Any = {"seeds": seeds, **FLAT, "max_new_tokens": 3}
-    found = dict(speculator.generate_each(prompts, **asked))
-    kinds = [type(found[number]) for number in range(4)]
+    options: Any = {"seeds": seeds, **FLAT, "max_new_tokens": 3}
+    answers = dict(speculator.generate_each(prompts, **options))
+    kinds = [type(answers[number]) for number in range(4)]
     assert kinds == [Generation, InvalidOption, Generation, InvalidOption]
-    assert "more prompts than seeds" in str(found[3])
-    prompts, asked["seeds"] = [torch.tensor([-1]), PROMPTS[0]] * 2, [1] * 4
-    found = dict(speculator.generate_each(prompts, **asked, most=1))
-    assert [type(found[number]) for number in range(4)] == [InvalidPrompt, Generation] * 2
+    assert "more prompts than seeds" in str(answers[3])
+    prompts, options["seeds"] = [torch.tensor([-1]), PROMPTS[0]] * 2, [1] * 4
+    answers = dict(speculator.generate_each(prompts, **options, most=1))
+    assert [type(answers[number]) for number in range(4)] == [InvalidPrompt, Generation] * 2
 
 
 def sampler_of(seed: int) -> Sampler:
@@ -593,11 +593,11 @@ def test_the_draft_that_equals_the_targets_own_draw_is_kept() -> None:
     sampler, kept = sampler_of(5), Counter[bool]()
     drafts = [*(Draft.of([token]) for token in range(5)), Draft.of([1, 4], [-1, -1])]
     for draft, position in product(drafts, range(1, 60)):
-        own = sampler.draw(laws.TARGET, position)
+        token = sampler.draw(laws.TARGET, position)
         logits = laws.TARGET.log().expand(len(draft.tokens) + 1, 5)
-        found = laws.verdicts(GreedyMatch(sampler), laws.Words(*[0] * position), logits, draft)
-        assert found[0] == (own, own in draft.tokens)
-        kept[own in draft.tokens] += 1
+        pairs = laws.verdicts(GreedyMatch(sampler), laws.Words(*[0] * position), logits, draft)
+        assert pairs[0] == (token, token in draft.tokens)
+        kept[token in draft.tokens] += 1
     assert set(kept) == {True, False}
 
 
@@ -605,10 +605,10 @@ def test_guesses_are_the_draws_of_a_seed_without_replacement() -> None:
     sampler = sampler_of(7)
     for place in range(40):
         tokens, chances = sampler.foreseen(laws.TARGET, place, 4, doubt=1.0)
-        left, drawn = laws.TARGET.clone(), list[int]()
+        probs, drawn = laws.TARGET.clone(), list[int]()
         for _ in range(4):
-            drawn.append(sampler.draw(left, place))
-            left[drawn[-1]] = 0.0
+            drawn.append(sampler.draw(probs, place))
+            probs[drawn[-1]] = 0.0
         assert tokens == drawn
         assert chances == sorted(chances, reverse=True)
         assert sum(chances) < 1.0 + 1e-9
@@ -640,16 +640,16 @@ def test_near_temperature_0_a_guess_has_the_chance_of_a_greedy_one() -> None:
 def test_a_guess_is_right_as_often_as_its_chance_says(temperature: float, doubt: float) -> None:
     generator = torch.Generator().manual_seed(1)
     sampler, ids = heated(temperature), random_ids(3)
-    said, right, count = 0.0, 0, 1500
+    expected, right, count = 0.0, 0, 1500
     for place in range(count):
         draft = 2.0 * torch.randn(1, 5, generator=generator)
         noise = -torch.empty(1, 5).exponential_(generator=generator).log()
         tokens, chances = sampler.foreseen(sampler.probs(ids, draft), place, 2, doubt)
         drawn = sampler.draw(sampler.probs(ids, draft + doubt * noise), place)
-        said += chances[1]
+        expected += chances[1]
         right += drawn == tokens[1]
-    assert said > 0.1 * count
-    assert abs(right - said) < 4 * math.sqrt(said)
+    assert expected > 0.1 * count
+    assert abs(right - expected) < 4 * math.sqrt(expected)
 
 
 @torch.inference_mode()
@@ -660,27 +660,27 @@ def test_every_drafter_draws_at_the_place_of_its_token(
     ids, mask = left_padded()
     options = speculator.options.updated(METHODS[method])
     call = speculator.call(ids, FLAT | {"seed": SEED, "attention_mask": mask})  # type: ignore[arg-type]  # by name
-    asked, runtime = call.row(1), speculator.runtime
-    state, drafter = runtime.state(asked, options), runtime.drafter(asked, options, Load())
-    next(rounds(state, NoDrafter(), asked.stop, GreedyMatch(asked.sampler)))
+    request, runtime = call.row(1), speculator.runtime
+    state, drafter = runtime.state(request, options), runtime.drafter(request, options, Load())
+    next(rounds(state, NoDrafter(), request.stop, GreedyMatch(request.sampler)))
     guesses, foreseen = dict[int, set[int]](), Sampler.foreseen
 
-    def noted(self: Sampler, probs: Tensor, place: int, *given: Any) -> Any:
-        found = foreseen(self, probs, place, *given)
-        assert found[0][0] == asked.sampler.draw(probs, place)
-        guesses.setdefault(place, set()).update(found[0])
-        return found
+    def noted(self: Sampler, probs: Tensor, place: int, *args: Any) -> Any:
+        guess = foreseen(self, probs, place, *args)
+        assert guess[0][0] == request.sampler.draw(probs, place)
+        guesses.setdefault(place, set()).update(guess[0])
+        return guess
 
     monkeypatch.setattr(Sampler, "foreseen", noted)
     with state.round():
         draft = run_alone(drafter.draft(state, 9, Stopwatch()))
     assert len(draft.tokens) > 1
-    for index, one in enumerate(draft.proposed):
+    for index, choice in enumerate(draft.proposed):
         place = state.length + len(draft.path(index)) - 1  # the ids before it, and padding
-        if one.probs is None:
-            assert one.token in guesses[place]
+        if choice.probs is None:
+            assert choice.token in guesses[place]
         else:
-            assert one.token == asked.sampler.draw(one.probs, place)
+            assert choice.token == request.sampler.draw(choice.probs, place)
 
 
 def test_sampled_sequences_follow_the_models_distribution_over_seeds() -> None:
@@ -692,9 +692,9 @@ def test_sampled_sequences_follow_the_models_distribution_over_seeds() -> None:
         ids, {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE}
     )
     engine, sampler = speculator.engine(), call.sampler
-    each = (replace(call, sampler=sampler.seeded(seed, ids.device)).only() for seed in range(seeds))
-    running = [engine.add(one, call.speculation) for one in each]
-    counts = Counter(tuple(Stream(one, call).drain().token_ids) for one in running)
+    rows = (replace(call, sampler=sampler.seeded(seed, ids.device)).only() for seed in range(seeds))
+    running = [engine.add(row, call.speculation) for row in rows]
+    counts = Counter(tuple(Stream(text, call).drain().token_ids) for text in running)
     assert chi_square_p(counts, enumerate_sequences(model, ids, length, 4), seeds) > 0.001
 
 
@@ -719,18 +719,18 @@ def test_an_invalid_distribution_is_refused(place: int | None) -> None:
 def agreement(one: Sampler, law: Tensor, other: Sampler, their_law: Tensor) -> float:
     """Share of 4,000 places of a text where two samplers draw the same token."""
     drawn = ((one.draw(law, at), other.draw(their_law, at)) for at in range(1, 4001))
-    return sum(ours == theirs for ours, theirs in drawn) / 4000
+    return sum(first == second for first, second in drawn) / 4000
 
 
 def test_drafts_of_the_same_seed_and_place_agree_more_often_than_independent_ones() -> None:
     p, q = laws.TARGET, laws.DRAFT
-    together = agreement(sampler_of(0), p, sampler_of(0), q)
-    apart = agreement(sampler_of(0), p, sampler_of(1), q)
+    coupled = agreement(sampler_of(0), p, sampler_of(0), q)
+    independent = agreement(sampler_of(0), p, sampler_of(1), q)
     chance, distance = float(p @ q), float((p - q).abs().sum() / 2)
-    assert apart == pytest.approx(chance, abs=0.03)  # 4 sigma of 4,000 draws
+    assert independent == pytest.approx(chance, abs=0.03)  # 4 sigma of 4,000 draws
     # not below the coupling's own bound; no coupling agrees more often than 1 - TV
-    assert (1 - distance) / (1 + distance) - 0.03 < together < 1 - distance + 0.03
-    assert together > apart + 0.2
+    assert (1 - distance) / (1 + distance) - 0.03 < coupled < 1 - distance + 0.03
+    assert coupled > independent + 0.2
     assert agreement(sampler_of(0), p, sampler_of(0), p.clone()) == 1.0
 
 

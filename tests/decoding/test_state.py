@@ -51,9 +51,9 @@ def test_heads_read_the_deep_states_that_they_were_fitted_to(precise: Backbone) 
     heads = ladder.HEADS["deep with states"](precise)
     keeper = DeepKeeper(text, 1, precise.vocab_size, width=5)
     keeper.deep = {}
-    found = ladder.decode(precise, ids, keeper, heads=heads)
-    assert found.tokens == plain.tokens
-    assert len({entry.accepted for entry in found.entries}) > 2
+    answer = ladder.decode(precise, ids, keeper, heads=heads)
+    assert answer.tokens == plain.tokens
+    assert len({entry.accepted for entry in answer.entries}) > 2
     batch = pad_batch([Conversation(tuple(text), ((1, len(text)),))])
     expected: Any = features(precise, FeatureSpec.read_by(heads), batch).deep
     assert expected.shape[-1] == heads[0].beside == 3 * precise.hidden_size
@@ -66,14 +66,14 @@ def test_heads_read_the_deep_states_that_they_were_fitted_to(precise: Backbone) 
 def test_states_are_kept_at_any_stop_of_a_pass(precise: Backbone) -> None:
     hidden, layers = precise.embed(random_ids(4)[0]), (2, 3, 5)
     works = [Run(precise, KVCache(6), hidden, 0, last, states=layers) for last in (6, 3)]
-    left, _ = works[0].done(works, [])
-    assert (left, works[0].first) == (None, 3)
+    outcome, _ = works[0].done(works, [])
+    assert (outcome, works[0].first) == (None, 3)
     (output,) = works[0].done(works[:1], [])
-    whole = Run(precise, KVCache(6), hidden, 0, 6, states=layers)
-    (expected,) = whole.done([whole], [])
+    run = Run(precise, KVCache(6), hidden, 0, 6, states=layers)
+    (expected,) = run.done([run], [])
     torch.testing.assert_close(output, expected)
     for layer in layers:
-        torch.testing.assert_close(works[0].kept[layer], whole.kept[layer])
+        torch.testing.assert_close(works[0].kept[layer], run.kept[layer])
 
 
 # --- rounds over the queues
@@ -178,8 +178,8 @@ def test_appendix_a_pass_by_pass(
     loop = decode(make_state(watched), scripted(exits), max_length)
     prefill, entry = next(loop), next(loop)
     assert prefill.passes == [(5, 0, 8)]
-    left = [layer for layer in exits if layer][: max_length - 7]
-    assert (entry.draft_tokens, entry.exit_layers) == ([10, 11, 12, 13][: len(left)], left)
+    layers = [layer for layer in exits if layer][: max_length - 7]
+    assert (entry.draft_tokens, entry.exit_layers) == ([10, 11, 12, 13][: len(layers)], layers)
     assert (entry.ended, watched.runs) == (ended, [([0, 1, 2, 3, 4], 0, 8), *runs])
     assert entry.passes == [(len(rows), first, last) for rows, first, last in runs]
 
@@ -196,12 +196,12 @@ def test_heads_see_the_row_being_drafted_at_their_own_layer(
         draft = run_alone(make_drafter(heads).draft(state, 50, Stopwatch()))
     ids = torch.cat([state.ids, torch.tensor([draft.tokens])], dim=1)
     expected = watched.model(ids, output_hidden_states=True).hidden_states
-    asked = [(step, layer) for step, layer, _ in heads.seen]
-    assert asked == [
+    calls = [(step, layer) for step, layer, _ in heads.seen]
+    assert calls == [
         (step, layer)
-        for step, leaves in enumerate(exits)
+        for step, exit_layer in enumerate(exits)
         for layer in EXIT_LAYERS
-        if layer <= (leaves or 6)
+        if layer <= (exit_layer or 6)
     ]
     for step, layer, hidden in heads.seen:
         # float64; largest difference measured: 0
@@ -247,7 +247,7 @@ def test_an_error_in_any_pass_leaves_the_committed_text(
 def test_a_controller_ends_drafts_and_is_told(watched: WatchedBackbone, truth: list[int]) -> None:
     state = make_state(watched)
     heads = ScriptedHeads(state, lambda step, _: truth[state.length + step] + (step == 2))
-    heard: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
 
     class ThreeThenUnsure(DraftController):
         def go_on(self, confidence: float) -> bool:
@@ -255,13 +255,13 @@ def test_a_controller_ends_drafts_and_is_told(watched: WatchedBackbone, truth: l
             return len(heads.seen) % 3 != 0
 
         def end(self, drafted: int, accepted: int) -> None:
-            heard.append((drafted, accepted))
+            reports.append((drafted, accepted))
 
     drafter = make_drafter(heads, Drafting(ladder.greedy(), ThreeThenUnsure(5)))
     loop = rounds(state, drafter, StopRule(max_length=64))
     entries = [next(loop) for _ in range(3)]
     assert [entry.ended for entry in entries] == ["off", "unsure", "unsure"]
-    assert heard == [(3, 2), (3, 2)]
+    assert reports == [(3, 2), (3, 2)]
     assert state.ids[0].tolist() == truth[: state.length]
 
 
@@ -270,9 +270,9 @@ def test_all_rows_go_through_all_layers_once(exit_layers: set[int], reached: lis
     """`reached`: how far each new row advances, with all rows that it meets."""
     backbone: Any = SimpleNamespace(num_layers=8, run=lambda hidden, *_: hidden)
     cache = HiddenCache(backbone, KVCache(8), sorted(exit_layers))
-    for until in reached:
+    for depth in reached:
         cache.push(torch.zeros(1, 1))
-        for boundary in range(min(until, len(exit_layers))):
+        for boundary in range(min(depth, len(exit_layers))):
             run_alone(cache.advance(boundary))
     assert len(run_alone(cache.advance_all())) == len(reached)
     assert sum(rows * (last - first) for rows, first, last in cache.passes) == 8 * len(reached)

@@ -49,13 +49,13 @@ def check_rows_see_their_own_paths(
     kv = KVCache(backbone.num_layers)
     if held:
         run(backbone, text, kv)
-    found = run(backbone, drafts, kv, parents)
+    logits = run(backbone, drafts, kv, parents)
     tree = Draft.of(drafts.tolist(), parents)
     for row in range(len(parents)):
         path = tree.path(row)
-        way = torch.cat([text[: held + parents[path[0]] + 1], drafts[path]])
-        alone = run(backbone, way, KVCache(backbone.num_layers))[-1]
-        torch.testing.assert_close(found[row], alone, rtol=0, atol=atol)
+        ids = torch.cat([text[: held + parents[path[0]] + 1], drafts[path]])
+        alone = run(backbone, ids, KVCache(backbone.num_layers))[-1]
+        torch.testing.assert_close(logits[row], alone, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("how", ["generic sdpa", "generic eager", "cuda-graph sdpa"])
@@ -158,9 +158,9 @@ def grown(
     trunk: bool = False,
 ) -> Draft:
     cost = DraftCost(rows=tuple(rows), head=head)
-    seen = NgramDrafter(DraftController(7), size=3, cost=cost) if trunk else None
+    lookup = NgramDrafter(DraftController(7), size=3, cost=cost) if trunk else None
     drafter = TreeDrafter(
-        fan or Fan(), cost, DraftController(depth), ends, most=most, seen=seen, never_slower=False
+        fan or Fan(), cost, DraftController(depth), ends, most=most, seen=lookup, never_slower=False
     )
     return run_alone(drafter.draft(Text(list(text)), limit, Stopwatch()))
 
@@ -206,52 +206,52 @@ def test_the_likeliest_path_comes_first_so_that_keeping_it_moves_no_rows() -> No
     assert draft.tokens[:3] == [10, 10, 10]
     assert draft.parents[:3] == [-1, 0, 1]
     assert all(parent < index for index, parent in enumerate(draft.parents))
-    for index, one in enumerate(draft.proposed):
+    for index, token in enumerate(draft.proposed):
         expected = math.prod(dict(BEST)[draft.tokens[at]] for at in draft.path(index))
-        assert one.chance == pytest.approx(expected)
+        assert token.chance == pytest.approx(expected)
 
 
 def test_prompt_lookup_gives_the_trunk_and_heads_branch_beside_and_after_it() -> None:
     text = [1, 2, 3, 4, 1, 2, 3]  # 4, 1, 2, 3 .. followed before
     alone = grown([0.01], text=text, trunk=True, fan=Fan([(4, 0.5), (9, 0.3)]), depth=0)
-    assert {one.source for one in alone.proposed} == {"ngram"}
+    assert {token.source for token in alone.proposed} == {"ngram"}
     draft = grown([0.01], text=text, trunk=True, fan=Fan([(4, 0.5), (9, 0.3)]), depth=2)
-    trunk = [at for at, one in enumerate(draft.proposed) if one.source == "ngram"]
+    trunk = [at for at, token in enumerate(draft.proposed) if token.source == "ngram"]
     assert [draft.tokens[index] for index in trunk] == alone.tokens
-    beside = [at for at, one in enumerate(draft.proposed) if one.source == "exit"]
+    branches = [at for at, token in enumerate(draft.proposed) if token.source == "exit"]
     assert [draft.tokens[index] for index in draft.following(0)] == [4, 9]  # no duplicates
-    first = next(index for index in beside if len(draft.path(index)) == 1)
-    left = 1.0 - draft.proposed[trunk[0]].chance
+    first = next(index for index in branches if len(draft.path(index)) == 1)
+    rest = 1.0 - draft.proposed[trunk[0]].chance
     # 4 is taken: its chance is removed
-    assert draft.proposed[first].chance == pytest.approx(left * 0.3 / 0.5)
+    assert draft.proposed[first].chance == pytest.approx(rest * 0.3 / 0.5)
 
 
 def test_a_sure_trunk_is_left_alone() -> None:
     fan, cost = Fan(), DraftCost(rows=(0.1,), head=0.1)
-    seen = NgramDrafter(DraftController(7), size=3, cost=cost)
-    seen._rates = [0.99] * 4
-    drafter = TreeDrafter(fan, cost, DraftController(3), most=15, seen=seen)
+    lookup = NgramDrafter(DraftController(7), size=3, cost=cost)
+    lookup._rates = [0.99] * 4
+    drafter = TreeDrafter(fan, cost, DraftController(3), most=15, seen=lookup)
     draft = run_alone(drafter.draft(Text([1, 2, 3, 1, 2]), 9, Stopwatch()))
     assert (fan.asked, draft.is_chain) == ([[]], True)
-    assert {one.source for one in draft.proposed} == {"ngram"}
+    assert {token.source for token in draft.proposed} == {"ngram"}
 
 
 def test_heads_that_are_always_wrong_are_paused_and_prompt_lookup_continues() -> None:
     fan, cost = Fan([(99, 0.9)]), DraftCost(rows=(0.1,), head=0.1)
-    seen = NgramDrafter(DraftController(2), size=2, cost=cost)
-    drafter = TreeDrafter(fan, cost, DraftController(1), most=15, seen=seen)
-    text, asked = Text([]), []
+    lookup = NgramDrafter(DraftController(2), size=2, cost=cost)
+    drafter = TreeDrafter(fan, cost, DraftController(1), most=15, seen=lookup)
+    text, calls = Text([]), []
     for step in range(300):
         text.tokens.append(step + 100)  # no repetition
         draft = run_alone(drafter.draft(text, 9, Stopwatch()))
-        asked.append(draft.heads)
+        calls.append(draft.heads)
         drafter.learn(draft, [])
-    assert asked[:5] == [1] * 5
-    assert sum(asked[-130:]) <= 2
+    assert calls[:5] == [1] * 5
+    assert sum(calls[-130:]) <= 2
     text.tokens += [100, 101]
     copied = run_alone(drafter.draft(text, 9, Stopwatch()))
     assert (copied.tokens[0], copied.heads) == (102, 0)
-    assert {one.source for one in copied.proposed} == {"ngram"}
+    assert {token.source for token in copied.proposed} == {"ngram"}
 
 
 def test_the_trunks_token_is_not_drawn_again() -> None:
@@ -259,9 +259,9 @@ def test_the_trunks_token_is_not_drawn_again() -> None:
     rest, taken = Sampled(torch.tensor([0.5, 0.3, 0.2]), sampler, 3).without(0)
     assert taken == 0.5
     assert rest.chances == pytest.approx([0.3, 0.2])
-    drawn = [rest.choice(rank) for rank in range(3)]
-    assert {choice.token for choice in drawn if choice is not None} == {1, 2}
-    assert drawn[2] is None
+    choices = [rest.choice(rank) for rank in range(3)]
+    assert {choice.token for choice in choices if choice is not None} == {1, 2}
+    assert choices[2] is None
 
 
 class Draws:
@@ -321,7 +321,7 @@ def test_sampling_from_a_tree_is_exact(
         laws.verdicts(rule, words, laws.TARGETS[[0, *draft.tokens]].log(), draft)
         return tuple(words.tokens[1:])
 
-    found = laws.completed(laws.enumerate_law(sampler, play), 4)
+    law = laws.completed(laws.enumerate_law(sampler, play), 4)
     assert any(branches for _, branches in sizes)
-    for tokens, chance in found.items():
+    for tokens, chance in law.items():
         assert chance == pytest.approx(laws.chance((0, *tokens), laws.TARGETS), abs=1e-6), tokens
