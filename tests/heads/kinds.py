@@ -46,8 +46,8 @@ def make_config(**values: Any) -> HeadsConfig:
 
 
 def make_heads(kind: str, unembedding: Unembedding, **values: Any) -> ExitHeads:
-    own = KINDS[kind] if kind in KINDS else {"exit_layers": (0,)} | AT_0[kind]
-    config = make_config(**own | values)
+    fields = KINDS[kind] if kind in KINDS else {"exit_layers": (0,)} | AT_0[kind]
+    config = make_config(**fields | values)
     return ExitHeads(config, unembedding, DRAFT_IDS if config.draft_vocab_size else None)
 
 

@@ -48,11 +48,11 @@ from tests.models import VOCAB_SIZE, addressless, wrapped
 
 
 def refused(kind: type[SelfspecError], load: Callable[..., object], folder: Path, *of: Any) -> str:
-    before = snapshot(folder)
+    contents = snapshot(folder)
     with pytest.raises(kind) as caught:
         load(folder, *of)
     one_line(caught, folder)
-    assert snapshot(folder) == before
+    assert snapshot(folder) == contents
     return str(caught.value)
 
 
@@ -68,8 +68,8 @@ def test_saved_heads_load_bit_equal(
         training={"steps": 7},
     )
     train(heads).save(tmp_path / "new" / "folder")
-    held = load_file(tmp_path / "new" / "folder" / WEIGHTS_FILE).values()
-    assert any(len(one) == VOCAB_SIZE for one in held) is (kind == "linear"), "the unembedding's"
+    weights = load_file(tmp_path / "new" / "folder" / WEIGHTS_FILE).values()
+    assert any(len(w) == VOCAB_SIZE for w in weights) is (kind == "linear"), "the unembedding's"
     loaded = load(tmp_path / "new" / "folder", unembedding)
     assert loaded.config == heads.config
     assert loaded.state_dict().keys() == heads.state_dict().keys()
@@ -159,22 +159,22 @@ def test_any_value_anywhere_in_a_config_is_one_line_or_of_its_type(
     else:
         make_heads(kind, backbone.unembedding).save(folder)
     path = folder / "config.json"
-    whole = path.read_text()
-    for *outer, last in [steps for steps in steps_into(json.loads(whole)) if steps]:
+    content = path.read_text()
+    for *outer, last in [steps for steps in steps_into(json.loads(content)) if steps]:
         for value in (None, True, -1, 0.5, NAN, 10**40, "a\nb", [], {}, [None]):
-            values = inner = json.loads(whole)
+            values = inner = json.loads(content)
             for step in outer:
                 inner = inner[step]
             inner[last] = value
             path.write_text(json.dumps(values))
             try:
-                found = config_of(folder)
+                heads_config = config_of(folder)
             except InvalidHeads as error:
-                said = str(error)
-                assert "\n" not in said
-                assert str(folder) in said
+                message = str(error)
+                assert "\n" not in message
+                assert str(folder) in message
             else:
-                check_types(vars(found), annotations_of(type(found)))
+                check_types(vars(heads_config), annotations_of(type(heads_config)))
 
 
 DEFAULTS: list[dict[str, Any]] = [
@@ -197,23 +197,23 @@ def test_defaults_of_heads_write_the_models_own_text_or_are_refused(
     if options.loss or elsewhere or options.pinned:
         refused(SelfspecError, load, heads, backbone.unembedding)
         return
-    found = load(heads, backbone.unembedding)
-    options = SpeculationOptions().updated(found.config.defaults)
-    speculator = Speculator(backbone, None, found, "tiny", options)
-    asked: Any = {"max_new_tokens": 6, "do_sample": True, "seed": 1}
-    answer = speculator.generate([1, 2, 3, 1, 2], **asked)
-    plain = speculator.generate([1, 2, 3, 1, 2], **asked, speculate=False)
+    loaded = load(heads, backbone.unembedding)
+    options = SpeculationOptions().updated(loaded.config.defaults)
+    speculator = Speculator(backbone, None, loaded, "tiny", options)
+    keywords: Any = {"max_new_tokens": 6, "do_sample": True, "seed": 1}
+    answer = speculator.generate([1, 2, 3, 1, 2], **keywords)
+    plain = speculator.generate([1, 2, 3, 1, 2], **keywords, speculate=False)
     assert answer.token_ids == plain.token_ids
 
 
 def test_a_heads_config_that_is_a_folder_or_a_pipe(heads: Path, unembedding: Unembedding) -> None:
     path = heads / "config.json"
-    for put in (os.mkfifo, Path.mkdir):
+    for create in (os.mkfifo, Path.mkdir):
         path.unlink()
-        for place in (heads, heads / "nowhere"):
-            with pytest.raises(HeadsNotFound, match=f"no config.json in {place}"):
-                load(place, unembedding)
-        put(path)
+        for folder in (heads, heads / "nowhere"):
+            with pytest.raises(HeadsNotFound, match=f"no config.json in {folder}"):
+                load(folder, unembedding)
+        create(path)
         with pytest.raises(HeadsNotFound):
             load(heads, unembedding)
 
@@ -285,18 +285,18 @@ def test_logits_and_drafts_equal_the_reference(name: str, *, tree: bool) -> None
     family = HEADS[name][0]
     heads, ids = read(HERE / name, family), text()
     expected = load_file(HERE / f"{name}.expected.safetensors")
-    seen = make.states(family, list(heads.layers), ids)[0]
+    states = make.states(family, list(heads.layers), ids)[0]
     embed = target(family).get_input_embeddings()
-    whole = torch.ones(LENGTH - 1, LENGTH - 1, dtype=torch.bool).tril()
-    tokens, fused = ids[0, 1:].tolist(), heads.fuse(seen[:-1])
-    whole_text = TextRows(heads.attention(embed), tokens, fused, range(1, LENGTH), whole)
-    rows = heads.head(do_alone(whole_text))
+    mask = torch.ones(LENGTH - 1, LENGTH - 1, dtype=torch.bool).tril()
+    tokens, fused = ids[0, 1:].tolist(), heads.fuse(states[:-1])
+    text_rows = TextRows(heads.attention(embed), tokens, fused, range(1, LENGTH), mask)
+    rows = heads.head(do_alone(text_rows))
     first = expected["logits"][0]
     torch.testing.assert_close(rows[FIRST : FIRST + SHOWN], first, rtol=1e-5, atol=1e-5)
-    for shown in range(SHOWN):
-        row = FIRST + shown
+    for index in range(SHOWN):
+        row = FIRST + index
         reading = heads.attention(embed)
-        for piece in seen[: row + 1].split(7):  # prompts are read in pieces
+        for piece in states[: row + 1].split(7):  # prompts are read in pieces
             reading.add(piece)
         tokens = ids[0].tolist()
         for forced in (True, False):
@@ -304,16 +304,16 @@ def test_logits_and_drafts_equal_the_reference(name: str, *, tree: bool) -> None
             for step in range(make.STEPS):
                 logits = heads.head(output)[0]
                 if forced:
-                    wanted = expected["logits"][step, shown]
-                    torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+                    reference = expected["logits"][step, index]
+                    torch.testing.assert_close(logits, reference, rtol=1e-5, atol=1e-5)
                 best = int(heads.head.to_target_ids(logits.argmax()))
                 if not forced:
-                    assert best == int(expected["drafts"][shown, step])
-                follows = tokens[row + 2 + step : row + 3 + step] if forced else [best]
-                token, place = follows[0] if follows else best, (2 * step - 1 if tree else step - 1)
-                beside = [token ^ 1, token] if tree else [token]
-                before = output.expand(len(beside), -1)
-                output = do_alone(reading.draft(beside, before, [place] * len(beside)))[-1:]
+                    assert best == int(expected["drafts"][index, step])
+                tail = tokens[row + 2 + step : row + 3 + step] if forced else [best]
+                token, place = tail[0] if tail else best, (2 * step - 1 if tree else step - 1)
+                drafts = [token ^ 1, token] if tree else [token]
+                outputs = output.expand(len(drafts), -1)
+                output = do_alone(reading.draft(drafts, outputs, [place] * len(drafts)))[-1:]
 
 
 @pytest.mark.parametrize("name", ["llama", "original-qwen3"])
@@ -347,8 +347,8 @@ def test_attending_heads_refuse_a_single_row() -> None:
 
 def layer(name: str, value: Any) -> Change:
     def damage(folder: Path) -> None:
-        own = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
-        config(transformer_layer_config=own | {name: value})(folder)
+        fields = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
+        config(transformer_layer_config=fields | {name: value})(folder)
 
     return damage
 
@@ -367,8 +367,8 @@ DAMAGES: list[tuple[Change, str]] = [
         ]
     ),
     *(
-        (layer("rope_parameters", {"rope_type": kind, "factor": value}), said)
-        for kind, value, said in [
+        (layer("rope_parameters", {"rope_type": kind, "factor": value}), reason)
+        for kind, value, reason in [
             ("dynamic", 2.0, "rope_type"),
             *(("linear", value, "factor is") for value in (NAN, [2.0], 10**400)),
         ]
@@ -380,14 +380,14 @@ DAMAGES: list[tuple[Change, str]] = [
     *((config(**{STATES: value}), STATES) for value in ([1, 1, 2], [], [-1, 2, 3])),
     (config(**{STATES: [1, 2, 3, 4]}), "fc.weight"),
     (lambda folder: (folder / "model.safetensors").unlink(), "no *.safetensors"),
-    (lambda it: (it / "model.safetensors").rename(it / "pytorch_model.bin"), "pickles"),
+    (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "pickles"),
     (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 9), "model.safetensors"),
-    (tensors(lambda held: held.pop(Q)), f"no {Q}"),
-    (tensors(lambda held: held.update(x=torch.ones(2))), "x is unknown"),
+    (tensors(lambda tensors: tensors.pop(Q)), f"no {Q}"),
+    (tensors(lambda tensors: tensors.update(x=torch.ones(2))), "x is unknown"),
     (tensor(Q, Tensor.t), Q),
     (tensor(Q, Tensor.int), Q),
     (tensor(Q, lambda t: t * NAN), Q),
-    (tensors(lambda held: held.pop("d2t")), "no d2t"),
+    (tensors(lambda tensors: tensors.pop("d2t")), "no d2t"),
     (tensor("d2t", Tensor.float), "d2t"),
     (tensor("d2t", lambda t: t + VOCABULARY), "d2t"),
     (tensor("d2t", lambda t: -torch.arange(make.DRAFTED)), "d2t"),

@@ -42,11 +42,11 @@ def test_untrained_heads_read_a_state_as_the_model_does(family: str, dtype: torc
     expected = backbone.logits(hidden)
     for kind in KINDS:
         head = make_heads(kind, backbone.unembedding)[4]
-        found = head(hidden)
-        assert found.dtype == torch.float32
+        logits = head(hidden)
+        assert logits.dtype == torch.float32
         assert {weight.dtype for weight in head.parameters()} <= {dtype}
         if head.draft_ids is None and kind != "deep-fused":
-            assert torch.equal(found, expected), kind
+            assert torch.equal(logits, expected), kind
 
 
 @pytest.mark.parametrize("kind", ["linear", "translator", "deep-fused"])
@@ -82,7 +82,7 @@ def test_features_are_the_sum_of_a_heads_terms(
 def test_states_are_scaled_to_a_mean_square_of_1(unembedding: Unembedding, hidden: Tensor) -> None:
     head = train(make_heads("states", unembedding)).first
     last, *raw = torch.randn(3, *hidden.shape)
-    states = [one / one.square().mean(-1, keepdim=True).sqrt() for one in raw]
+    states = [state / state.square().mean(-1, keepdim=True).sqrt() for state in raw]
     norm, direct, inner, outer = cast("Any", head.parts)
     x = torch.cat([norm(hidden), last, *states], dim=-1)
     expected = direct(x) + outer(nn.functional.silu(inner(x)))
@@ -95,12 +95,12 @@ def test_states_are_scaled_to_a_mean_square_of_1(unembedding: Unembedding, hidde
 def test_the_unembedding_is_the_models_own_storage_unless_a_head_has_a_matrix(
     kind: str, shared: bool, hidden: Tensor
 ) -> None:
-    own = Backbone(make_model("llama"), executor="generic").unembedding
-    head = make_heads(kind, own)[2]
-    before = head(hidden)
+    unembedding = Backbone(make_model("llama"), executor="generic").unembedding
+    head = make_heads(kind, unembedding)[2]
+    logits = head(hidden)
     with torch.no_grad():
-        own.weight.zero_()
-    assert torch.equal(head(hidden), torch.zeros_like(before) if shared else before)
+        unembedding.weight.zero_()
+    assert torch.equal(head(hidden), torch.zeros_like(logits) if shared else logits)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "draft" in kind])
@@ -111,20 +111,20 @@ def test_draft_logits_are_the_full_heads_of_the_chosen_tokens(kind: str, hidden:
     narrow = heads[2]
     assert (narrow.rows is heads[4].rows) != kind.startswith("linear")  # one copy for all heads
     assert (len(full.rows), len(narrow.rows)) == (VOCAB_SIZE, 5)
-    found, expected = narrow(hidden.double()), full(hidden.double())[..., DRAFT_IDS]
+    logits, expected = narrow(hidden.double()), full(hidden.double())[..., DRAFT_IDS]
     # both were computed in float64 and rounded to float32; largest difference measured: 0
-    assert (found - expected).abs().max() < 1e-6
+    assert (logits - expected).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["linear-draft", "deep-fused-draft", "translator"])
 def test_narrowed_heads_give_a_subset_of_the_logits(kind: str, unembedding: Unembedding) -> None:
     heads = train(make_heads(kind, unembedding))
     narrow = narrowed(heads, unembedding, 3, Counter({17: 2, 95: 5, 40: 4}), always=[3])
-    kept, hidden = narrow.first.draft_ids, torch.randn(3, unembedding.weight.shape[1])
-    assert kept is not None
-    assert kept.tolist() == [3, 40, 95]
+    ids, hidden = narrow.first.draft_ids, torch.randn(3, unembedding.weight.shape[1])
+    assert ids is not None
+    assert ids.tolist() == [3, 40, 95]
     wide = heads.first.to_target_logits(heads.first(hidden))
-    torch.testing.assert_close(narrow.first(hidden), wide[:, kept])
+    torch.testing.assert_close(narrow.first(hidden), wide[:, ids])
     with pytest.raises(InvalidOption, match="draft_vocab_size"):
         narrowed(narrow, unembedding, 4, Counter())
 
@@ -156,8 +156,8 @@ def test_the_logit_lens_has_heads_everywhere_and_takes_no_memory(unembedding: Un
 
 def test_temperature_anneals_linearly_to_the_calibrated_one_at_the_last_layer() -> None:
     judge = ExitJudge(8, dict.fromkeys(range(1, 9), 0.5), anneal_strength=0.5)
-    found = [judge.temperature(layer) for layer in range(1, 9)]
-    assert found == [1.4375, 1.375, 1.3125, 1.25, 1.1875, 1.125, 1.0625, 1.0]
+    temperatures = [judge.temperature(layer) for layer in range(1, 9)]
+    assert temperatures == [1.4375, 1.375, 1.3125, 1.25, 1.1875, 1.125, 1.0625, 1.0]
     judge = ExitJudge(30, {1: 0.5, 29: 0.5})
     assert (judge.temperature(1), judge.temperature(29)) == (1.0, 1.0)
     judge = ExitJudge(8, {2: 0.5, 4: 0.5}, anneal_strength=0.5, temperatures={2: 3.0})
@@ -168,17 +168,17 @@ def test_temperature_anneals_linearly_to_the_calibrated_one_at_the_last_layer() 
 def test_confidence_equals_that_of_a_full_softmax(scale: float) -> None:
     logits = torch.randn(50, 96, generator=torch.Generator().manual_seed(0)) * scale
     full = (logits.double() / 1.625).softmax(-1).amax(-1)
-    found = top_probability(logits, 1.625)
-    assert found.shape == (50,)
+    confidence = top_probability(logits, 1.625)
+    assert confidence.shape == (50,)
     # largest relative difference measured over the three scales: 1.4e-7
-    assert (found.double() / full - 1).abs().max() < 3e-7
+    assert (confidence.double() / full - 1).abs().max() < 3e-7
 
 
 def test_huge_forbidden_and_equal_logits_have_exact_confidence() -> None:
     logits = torch.tensor([[3e38, 0.0, -torch.inf], [-3e38, -torch.inf, -torch.inf]])
-    before = logits.clone()
+    copy = logits.clone()
     assert top_probability(logits, 1.225).tolist() == [1.0, 1.0]
-    assert torch.equal(logits, before)
+    assert torch.equal(logits, copy)
     assert top_probability(torch.full((1, 64), -3.25), 1.225).tolist() == [1 / 64]
 
 
@@ -214,9 +214,9 @@ def test_each_signal_of_the_ensemble_by_hand(
     weights: tuple[float, ...], scale: float, expected: float
 ) -> None:
     logits = PROBABILITIES.log() + 3.0  # the same distribution, shifted by a constant
-    before, signal = logits.clone(), Ensemble(weights, scale)
+    copy, signal = logits.clone(), Ensemble(weights, scale)
     assert signal(logits[None]).tolist() == pytest.approx([expected], abs=1e-6)
-    assert torch.equal(logits, before)
+    assert torch.equal(logits, copy)
     assert signal(logits[None, :1]).tolist() == [1.0]  # the only possible token
 
 
@@ -249,28 +249,28 @@ def asked(head: ExitHead, hidden: Tensor, count: int = 3, **options: Any) -> Ans
 
 @pytest.mark.parametrize("count", [1, 3, 99])  # 99: as many as there are
 def test_tokens_are_the_likeliest_ids_with_their_chances(head: ExitHead, count: int) -> None:
-    said = asked(head, states(4), count)
-    assert torch.equal(said.features, head.features(states(4), states(4, seed=1)))
-    assert torch.equal(said.logits, head.unembed(said.features))
-    chances = (said.logits / TEMPERATURE).softmax(-1)
+    answer = asked(head, states(4), count)
+    assert torch.equal(answer.features, head.features(states(4), states(4, seed=1)))
+    assert torch.equal(answer.logits, head.unembed(answer.features))
+    chances = (answer.logits / TEMPERATURE).softmax(-1)
     for row in range(4):
         order = chances[row].argsort(descending=True)[:count]
-        assert said.tokens[row] == head.to_target_ids(order).tolist()
+        assert answer.tokens[row] == head.to_target_ids(order).tolist()
         # float32 summed in another order; largest difference measured: 2.4e-7
-        assert said.chances[row] == pytest.approx(chances[row, order].tolist(), abs=1e-6)
+        assert answer.chances[row] == pytest.approx(chances[row, order].tolist(), abs=1e-6)
 
 
 def test_the_first_of_equally_likely_tokens_is_the_answer(unembedding: Unembedding) -> None:
     head = make_heads("deep-fused", unembedding)[LAYER]  # untrained: all logits are zero
-    said = asked(head.requires_grad_(False), states(2), 1)
-    assert said.tokens == [[0], [0]]
-    assert said.chances == [[pytest.approx(1 / 96, abs=1e-9)]] * 2  # float32
+    answer = asked(head.requires_grad_(False), states(2), 1)
+    assert answer.tokens == [[0], [0]]
+    assert answer.chances == [[pytest.approx(1 / 96, abs=1e-9)]] * 2  # float32
 
 
 @pytest.mark.parametrize("signal", [top_probability, Ensemble((0.4, 0.3, 0.3), 1.0)])
 def test_signals_are_of_the_annealed_logits(head: ExitHead, signal: Any) -> None:
-    said = asked(head, states(4), signal=signal)
-    assert said.signals == signal(said.logits / TEMPERATURE).tolist()
+    answer = asked(head, states(4), signal=signal)
+    assert answer.signals == signal(answer.logits / TEMPERATURE).tolist()
     assert asked(head, states(4)).signals == []
 
 
@@ -285,9 +285,9 @@ def test_ids_are_exact_beside_chances(
 
 def test_missing_states_are_zeros_beside_states_of_other_texts() -> None:
     hidden, deep = [states(2), states(1), states(3)], [None, states(1, seed=1), None]
-    found: Any = joined(deep, hidden, 32)
+    narrow: Any = joined(deep, hidden, 32)
     expected = torch.cat([torch.zeros(2, 32), states(1, seed=1), torch.zeros(3, 32)])
-    assert torch.equal(found, expected)
+    assert torch.equal(narrow, expected)
     wide: Any = joined(deep, hidden, 96)  # narrower states are padded
     assert torch.equal(wide, nn.functional.pad(expected, (0, 64)))
     assert joined([None, None, None], hidden, 96) is None

@@ -127,24 +127,24 @@ def text() -> Tensor:
 
 def states(family: str, layers: list[int], ids: Tensor) -> Tensor:
     """[1, T, layers * d], as transformers counts them; the last before the final norm."""
-    model, kept = target(family), []
-    last = model.model.layers[-1].register_forward_hook(lambda _m, _i, out: kept.append(out))
+    model, outputs = target(family), []
+    hook = model.model.layers[-1].register_forward_hook(lambda _m, _i, out: outputs.append(out))
     with torch.no_grad():
-        found = list(model(ids, output_hidden_states=True).hidden_states)
-    last.remove()
-    found[-1] = kept[0] if isinstance(kept[0], Tensor) else kept[0][0]
-    return torch.cat([found[layer] for layer in layers], -1)
+        hidden = list(model(ids, output_hidden_states=True).hidden_states)
+    hook.remove()
+    hidden[-1] = outputs[0] if isinstance(outputs[0], Tensor) else outputs[0][0]
+    return torch.cat([hidden[layer] for layer in layers], -1)
 
 
 def said(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     """The reference's draft logits, [STEPS, rows, V_draft]: step s reads the text s tokens on."""
-    noted: list[Tensor] = []
-    hook = model.lm_head.register_forward_hook(lambda _m, _i, out: noted.append(out[0]))
+    logits: list[Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda _m, _i, out: logits.append(out[0]))
     with torch.no_grad():
         documents = torch.zeros_like(ids[:, 1:])
         model(hidden[:, :-1], ids[:, 1:], documents, ttt_steps=STEPS)
     hook.remove()
-    return torch.stack(noted)
+    return torch.stack(logits)
 
 
 def chain(model: Any, hidden: Tensor, ids: Tensor, d2t: Tensor) -> list[int]:
@@ -213,13 +213,13 @@ def make(name: str) -> None:
         tensors = {k.replace("layers.0.", "midlayer."): v for k, v in tensors.items()}
         for file in folder.iterdir():
             file.unlink()
-        plain = config.transformer_layer_config.to_dict()
-        rope = plain.pop("rope_parameters")
-        plain |= {"draft_vocab_size": config.draft_vocab_size, "rope_theta": rope["rope_theta"]}
-        plain["architectures"] = ["LlamaForCausalLMEagle3"]
-        wanted = (*_LAYER, "architectures", "draft_vocab_size", "model_type", "rope_theta")
-        kept = {k: plain[k] for k in (*wanted, "rms_norm_eps", "hidden_act")}
-        (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
+        layer = config.transformer_layer_config.to_dict()
+        rope = layer.pop("rope_parameters")
+        layer |= {"draft_vocab_size": config.draft_vocab_size, "rope_theta": rope["rope_theta"]}
+        layer["architectures"] = ["LlamaForCausalLMEagle3"]
+        names = (*_LAYER, "architectures", "draft_vocab_size", "model_type", "rope_theta")
+        fields = {k: layer[k] for k in (*names, "rms_norm_eps", "hidden_act")}
+        (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     save_file(tensors, folder / "model.safetensors")
     if name.startswith("original"):
         model = converted(folder, family)
@@ -244,16 +244,16 @@ def converted(folder: Path, family: str) -> Any:
     from speculators.convert.eagle import Eagle3Converter
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
-    with tempfile.TemporaryDirectory() as made:
-        base, out = Path(made) / "base", Path(made) / "out"
+    with tempfile.TemporaryDirectory() as scratch:
+        base, out = Path(scratch) / "base", Path(scratch) / "out"
         target(family).save_pretrained(base)
         Eagle3Converter().convert(folder, out, str(base), validate=False)
         config = Eagle3SpeculatorConfig.from_pretrained(out)
         config.transformer_layer_config._attn_implementation = "eager"
         config.eagle_aux_hidden_state_layer_ids = None
         model = Eagle3DraftModel(config).eval()
-        held = load_file(out / "model.safetensors")
-        tensors: dict[str, Any] = {k: v.float() for k, v in held.items()}
+        weights = load_file(out / "model.safetensors")
+        tensors: dict[str, Any] = {k: v.float() for k, v in weights.items()}
         if "embed_tokens.weight" not in tensors:
             tensors["embed_tokens.weight"] = target(family).get_input_embeddings().weight.data
         missing, extra = model.load_state_dict(tensors, strict=False)
