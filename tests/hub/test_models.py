@@ -63,15 +63,15 @@ def test_a_gguf_file_is_converted_once_for_each_content_and_dtype(
     assert (first.label, first.is_default, len(conversions)) == ("toy.Q4_1", False, 1)
     assert entries(empty_cache) == [Path(first.source).name]
     assert (Path(first.source) / "model.safetensors").read_bytes() == gguf.read_bytes()
-    asked = ("bfloat16", "float16", "float64", "bfloat16")
-    names = [Path(hub.resolve_model(gguf, dtype).source).name for dtype in asked]
+    dtypes = ("bfloat16", "float16", "float64", "bfloat16")
+    names = [Path(hub.resolve_model(gguf, dtype).source).name for dtype in dtypes]
     # float64 holds no more than the float32 file does
     kinds = ["bfloat16", "float16", "float32", "bfloat16"]
     assert [name.rpartition("-")[2] for name in names] == kinds
     assert len(conversions) == 3
     gguf.write_bytes(gguf.read_bytes() + b"X")
-    loud = gguf.rename(gguf.with_suffix(".GGUF"))
-    assert hub.resolve_model(loud).source != first.source
+    renamed = gguf.rename(gguf.with_suffix(".GGUF"))
+    assert hub.resolve_model(renamed).source != first.source
 
 
 @pytest.mark.parametrize(
@@ -184,12 +184,12 @@ def test_a_hub_id_without_hub_needs_a_local_snapshot(
 def test_hub_answers_unless_the_connection_fails_or_mode_is_offline(
     outcome: Any, answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = Mock(side_effect=[outcome])  # once
-    monkeypatch.setattr("urllib.request.urlopen", asked)
+    urlopen = Mock(side_effect=[outcome])  # once
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
     for offline in (False, True):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
         assert hub._hub_answers() is (answers and not offline)
-    asked.assert_called_once()
+    urlopen.assert_called_once()
 
 
 # --- loading from a folder
@@ -221,24 +221,24 @@ def test_other_files_beside_complete_weights_are_ignored(tmp_path: Path) -> None
 def test_a_model_without_sdpa_support_still_loads(tmp_path: Path) -> None:
     save_tiny(tmp_path, "gemma2")
     write_model(tmp_path / "it.gguf", "gemma2", {}, "Q8_0")
-    for place in (tmp_path, tmp_path / "it.gguf"):
-        model, *_ = hub.load_model(place, dtype="float32", device="cpu", blocks=True)
-        knows = type(model)._supports_sdpa  # transformers 5.17 has it, later ones do not
-        assert model.config._attn_implementation == ("sdpa" if knows else "eager")
+    for path in (tmp_path, tmp_path / "it.gguf"):
+        model, *_ = hub.load_model(path, dtype="float32", device="cpu", blocks=True)
+        supported = type(model)._supports_sdpa  # transformers 5.17 has it, later ones do not
+        assert model.config._attn_implementation == ("sdpa" if supported else "eager")
 
 
 def test_layers_are_spread_over_devices_on_request(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spread = torch.nn.Linear(1, 1)
-    spread.hf_device_map = {"embed": 0, "layers.0": 0, "layers.1": "disk"}  # type: ignore[assignment]
+    model = torch.nn.Linear(1, 1)
+    model.hf_device_map = {"embed": 0, "layers.0": 0, "layers.1": "disk"}  # type: ignore[assignment]
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(pretrained, "load", asked := Mock(return_value=(spread, None)))
+    monkeypatch.setattr(pretrained, "load", load := Mock(return_value=(model, None)))
     for device in ("auto", "cpu"):
         hub.load_model(folder, device=device)
-    assert [call.kwargs["device_map"] for call in asked.call_args_list] == ["auto", None]
-    (said,) = caplog.messages
-    assert said == "tiny is spread: 2 parts on device 0, 1 parts on device disk"
+    assert [call.kwargs["device_map"] for call in load.call_args_list] == ["auto", None]
+    (message,) = caplog.messages
+    assert message == "tiny is spread: 2 parts on device 0, 1 parts on device disk"
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -246,13 +246,13 @@ def test_loading_shows_no_progress_bars_and_keeps_the_setting(
     folder: Path, shown: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     bars: Any = transformers_logging
-    before = bars.is_progress_bar_enabled()
+    enabled = bars.is_progress_bar_enabled()
     (bars.enable_progress_bar if shown else bars.disable_progress_bar)()
     try:
         hub.load_model(folder, device="cpu")
         assert bars.is_progress_bar_enabled() is shown
     finally:
-        (bars.enable_progress_bar if before else bars.disable_progress_bar)()
+        (bars.enable_progress_bar if enabled else bars.disable_progress_bar)()
     assert "Loading weights" not in capfd.readouterr().err
 
 
@@ -303,13 +303,13 @@ def test_bundled_heads_are_found_beside_the_package_and_inside_it(bundled: Path)
 def test_local_heads_folder_wins_over_a_known_name(
     bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = tmp_path / "a-heads"
-    mine.mkdir()
-    (mine / "config.json").write_text("{}", encoding="utf-8")
+    local = tmp_path / "a-heads"
+    local.mkdir()
+    (local / "config.json").write_text("{}", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    assert hub.resolve_heads("a-heads").resolve() == mine
+    assert hub.resolve_heads("a-heads").resolve() == local
     (tmp_path / "of-adapt").mkdir()
-    mine.rename(tmp_path / "of-adapt" / "heads")
+    local.rename(tmp_path / "of-adapt" / "heads")
     assert hub.resolve_heads("of-adapt") == Path("of-adapt/heads")
 
 

@@ -44,13 +44,13 @@ def check_same_texts(blocks: Any, numbers: Any, ids: Tensor) -> list[Backbone]:
 
     In bfloat16 a kernel may leave quantised weights unrounded: near ties can resolve differently.
     """
-    both_ways = [selfspec.wrap(model, drafter="ngram") for model in (blocks, numbers)]
-    for one in both_ways:
-        assert one.backbone.executor_name == "fused", one.backbone.refused
+    pair = [selfspec.wrap(model, drafter="ngram") for model in (blocks, numbers)]
+    for speculator in pair:
+        assert speculator.backbone.executor_name == "fused", speculator.backbone.refused
     if blocks.dtype == torch.float32:
-        texts = [one.generate(ids, max_new_tokens=20).token_ids for one in both_ways]
+        texts = [speculator.generate(ids, max_new_tokens=20).token_ids for speculator in pair]
         assert texts[0] == texts[1]
-    return [one.backbone for one in both_ways]
+    return [speculator.backbone for speculator in pair]
 
 
 # --- GGUF
@@ -61,13 +61,13 @@ Q4_K_M = {"ffn_down": "Q6_K", "attn_v": "Q6_K", "token_embd": "Q6_K"}
 
 def both_models(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """The model with quantised blocks, and the same model de-quantised by transformers."""
-    name = {"gguf_file": path.name}
-    config = AutoConfig.from_pretrained(path.parent, **name)
+    file = {"gguf_file": path.name}
+    config = AutoConfig.from_pretrained(path.parent, **file)
     attention = "eager" if config.model_type == "gemma2" else "sdpa"  # gemma2 supports no other
     blocks = gguf_files.load(path, read_header(path), config, dtype, attention)
     numbers: Any = AutoModelForCausalLM.from_pretrained(
         path.parent,
-        **name,
+        **file,
         dtype=torch.float32,
         attn_implementation=attention,
         quantization_config=GgufConfig(dequantize=True),
@@ -98,14 +98,14 @@ def test_a_quantised_model_equals_the_de_quantised_model(
     assert dict(blocks.named_parameters()).keys() == expected.keys()
     for name, weight in blocks.named_parameters():
         assert torch.equal(weight.clone(), expected[name]), name
-    kept = [w for w in blocks.parameters() if isinstance(w, QuantisedWeight)]
-    assert len(kept) >= 8
+    quantised = [w for w in blocks.parameters() if isinstance(w, QuantisedWeight)]
+    assert len(quantised) >= 8
     assert fingerprint.of(blocks) == fingerprint.of(numbers)
     ids = torch.arange(40)[None]
     with torch.inference_mode():
         assert torch.equal(blocks(ids).logits, numbers(ids).logits)
-    ours, theirs = check_same_texts(blocks, numbers, ids)
-    assert ours.weight_bytes < 0.7 * theirs.weight_bytes
+    packed, full = check_same_texts(blocks, numbers, ids)
+    assert packed.weight_bytes < 0.7 * full.weight_bytes
 
 
 LLAMA_3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -135,21 +135,21 @@ def test_rotary_scaling_follows_the_file(
     """Llama 3 and Phi files store the scaling as tensors, other files as metadata values."""
     scaled, names = rotations(**rope), {"rope_type": "type"}
     names["original_max_position_embeddings"] = "original_context_length"
-    said: Any = {"scaling": {names.get(name, name): value for name, value in rope.items()}}
+    options: Any = {"scaling": {names.get(name, name): value for name, value in rope.items()}}
     if rope["rope_type"] == "llama3":
-        usual = rotations(rope_type="default").inv_freq
-        said = {"divisors": {"rope_freqs": (usual / scaled.inv_freq).numpy()}}
+        frequencies = rotations(rope_type="default").inv_freq
+        options = {"divisors": {"rope_freqs": (frequencies / scaled.inv_freq).numpy()}}
     if rope["rope_type"] == "longrope":
         pytest.importorskip("transformers", "5.18")  # older versions split Phi's text into letters
-        short, long = (np.array(rope[f"{one}_factor"], np.float32) for one in ("short", "long"))
-        said = {"scaling": {"original_context_length": 32}, "architecture": "phi3"}
-        said["divisors"] = {"rope_factors_long": long, "rope_factors_short": short}
-    write_model(tmp_path / "it.gguf", **said)
-    found: Any = hub.load_model(tmp_path / "it.gguf", dtype="float32", device="cpu", blocks=blocks)
-    own = found[0].model.rotary_emb
-    assert torch.allclose(own.inv_freq, scaled.inv_freq, rtol=1e-4)
-    assert own.attention_scaling == pytest.approx(scaled.attention_scaling)
-    assert own.config.rope_parameters.get("long_factor") == rope.get("long_factor")
+        short, long = (np.array(rope[f"{kind}_factor"], np.float32) for kind in ("short", "long"))
+        options = {"scaling": {"original_context_length": 32}, "architecture": "phi3"}
+        options["divisors"] = {"rope_factors_long": long, "rope_factors_short": short}
+    write_model(tmp_path / "it.gguf", **options)
+    parts: Any = hub.load_model(tmp_path / "it.gguf", dtype="float32", device="cpu", blocks=blocks)
+    rotary = parts[0].model.rotary_emb
+    assert torch.allclose(rotary.inv_freq, scaled.inv_freq, rtol=1e-4)
+    assert rotary.attention_scaling == pytest.approx(scaled.attention_scaling)
+    assert rotary.config.rope_parameters.get("long_factor") == rope.get("long_factor")
 
 
 @pytest.mark.parametrize("blocks", [True, False])
@@ -158,9 +158,9 @@ def test_the_largest_gemma_scales_queries_by_its_width(
 ) -> None:
     for layers, scalar in ((46, 256), (2, 256 // 4)):
         monkeypatch.setitem(gguf_files._27B, "gemma2", layers)
-        write_model(place := tmp_path / f"{layers}.gguf", "gemma2", tied=layers == 2)
-        found: Any = hub.load_model(place, dtype="float32", device="cpu", blocks=blocks)
-        assert found[0].config.query_pre_attn_scalar == scalar
+        write_model(path := tmp_path / f"{layers}.gguf", "gemma2", tied=layers == 2)
+        parts: Any = hub.load_model(path, dtype="float32", device="cpu", blocks=blocks)
+        assert parts[0].config.query_pre_attn_scalar == scalar
 
 
 @pytest.mark.parametrize(
@@ -190,16 +190,16 @@ def test_unsupported_rotary_scaling_is_refused(tmp_path: Path, said: Any) -> Non
 def test_a_file_loaded_before_is_not_read_in_full_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_model(place := tmp_path / "it.gguf")
+    write_model(path := tmp_path / "it.gguf")
     checks = noted(monkeypatch, gguf_files, "check_scales", lambda *_: None)
     sizes = noted(monkeypatch, files, "sha256", lambda _, __, size: size)
-    for changed in (0, 0, 1):
-        os.utime(place, (changed, changed))
-        hub.load_model(place, device="cpu", blocks=True)
+    for mtime in (0, 0, 1):
+        os.utime(path, (mtime, mtime))
+        hub.load_model(path, device="cpu", blocks=True)
     assert len(checks) == 2
-    assert max(sizes) == read_header(place).described < place.stat().st_size / 2
+    assert max(sizes) == read_header(path).described < path.stat().st_size / 2
     parses = noted(monkeypatch, gguf_reader, "load_gguf_checkpoint", lambda *_, **__: None)
-    pretrained.describe_gguf(place, tmp_path / "described")
+    pretrained.describe_gguf(path, tmp_path / "described")
     assert len(parses) <= 1  # 0 where transformers' newer reader knows the architecture
 
 
@@ -224,8 +224,8 @@ def test_a_tokenizer_that_loses_blanks_or_words_is_refused(
         "return_value.return_value": {"input_ids": [*range(7)]},
     }
     letters |= {"return_value.get_vocab.return_value": {"one": 1}}
-    for said in ({"return_value.decode.return_value": "onetwo"}, letters):
-        monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", MagicMock(**said))
+    for attributes in ({"return_value.decode.return_value": "onetwo"}, letters):
+        monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", MagicMock(**attributes))
         with pytest.raises(ModelNotFound, match="reads 'one two' as"):
             hub.load_model(tmp_path / "it.gguf", device="cpu", blocks=blocks)
 
@@ -235,15 +235,15 @@ def test_wrong_decoder_and_end_of_transformers_5_17_are_corrected(
 ) -> None:
     """It prepends SentencePiece's decoder (grammars then allowed other text) and a wrong end."""
     write_model(tmp_path / "it.gguf")
-    older = AutoTokenizer.from_pretrained(tmp_path, gguf_file="it.gguf")
-    both = [decoders.ByteFallback(), decoders.Fuse(), decoders.ByteLevel()]
-    older.backend_tokenizer.decoder = decoders.Sequence(both)
-    older.init_kwargs["eos_token_id"], older.eos_token = older.eos_token_id, "a"
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: older)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="it.gguf")
+    steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.ByteLevel()]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.init_kwargs["eos_token_id"], tokenizer.eos_token = tokenizer.eos_token_id, "a"
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: tokenizer)
     pretrained.describe_gguf(tmp_path / "it.gguf", tmp_path / "made")
-    made = json.loads((tmp_path / "made" / "tokenizer.json").read_text())
-    assert made["decoder"]["type"] == "ByteLevel"
-    assert older.eos_token_id == older.init_kwargs["eos_token_id"]
+    fields = json.loads((tmp_path / "made" / "tokenizer.json").read_text())
+    assert fields["decoder"]["type"] == "ByteLevel"
+    assert tokenizer.eos_token_id == tokenizer.init_kwargs["eos_token_id"]
 
 
 def test_embedding_and_unembedding_may_be_tied(tmp_path: Path) -> None:
@@ -266,9 +266,9 @@ def test_other_formats_are_de_quantised_and_named(
     with caplog.at_level(logging.DEBUG, "selfspec"):
         blocks, numbers = both_models(tmp_path / "it.gguf")
     assert "keeps some weights as Q8_0, which are de-quantised" in caplog.text
-    found = blocks.model.layers[0].mlp.up_proj.weight
-    assert not isinstance(found, QuantisedWeight)
-    assert torch.equal(found, numbers.model.layers[0].mlp.up_proj.weight)
+    weight = blocks.model.layers[0].mlp.up_proj.weight
+    assert not isinstance(weight, QuantisedWeight)
+    assert torch.equal(weight, numbers.model.layers[0].mlp.up_proj.weight)
 
 
 def test_a_default_dtype_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,22 +293,22 @@ def test_other_executors_de_quantise(tmp_path: Path, capfd: pytest.CaptureFixtur
 @pytest.mark.slow
 def test_the_default_model_stays_as_it_is() -> None:
     """All tensors of its file, its end token and its chat template."""
-    found = [
-        hub.load_model(None, dtype="float32", device="cpu", blocks=kept) for kept in (True, False)
+    loads = [
+        hub.load_model(None, dtype="float32", device="cpu", blocks=keep) for keep in (True, False)
     ]
-    blocks, numbers = (dict(model.named_parameters()) for model, *_ in found)
+    blocks, numbers = (dict(model.named_parameters()) for model, *_ in loads)
     for name, weight in blocks.items():
         assert torch.equal(weight.clone(), numbers[name]), name
     assert sum(isinstance(weight, QuantisedWeight) for weight in blocks.values()) == 211
-    for model, tokenizer, origin in found:
+    for model, tokenizer, origin in loads:
         assert origin.is_default
         config = model.generation_config
         assert (config.eos_token_id, config.pad_token_id, config.bos_token_id) == (2, 2, 1)
         assert tokenizer.eos_token_id == 2
         assert tokenizer.decode([2]) == "<|im_end|>"
         assert (model.config.num_hidden_layers, model.config.hidden_size) == (30, 576)
-        said = [{"role": "user", "content": "hi"}]
-        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        messages = [{"role": "user", "content": "hi"}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert str(text).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -328,22 +328,22 @@ class Kept(NamedTuple):
 
     def numbers(self) -> Tensor:
         """The de-quantised weights, [out, in], exact in float64."""
-        counted = self.quants - self.zeros[:, self.group_of]
-        return counted.double() * self.scales.double()[:, self.group_of]
+        offsets = self.quants - self.zeros[:, self.group_of]
+        return offsets.double() * self.scales.double()[:, self.group_of]
 
 
 def random_layer(
     out: int, inner: int, bits: int, group: int, symmetric: bool, shuffled: bool, seed: int
 ) -> Kept:
     """A random layer in groups of `group` inputs (0: one group); scales exact in 16-bit floats."""
-    draw = torch.Generator().manual_seed(seed)
-    most, groups = 1 << bits, -(-inner // (group or inner))
-    quants = torch.randint(most, (out, inner), generator=draw)
-    zeros = torch.full((out, groups), most // 2)
+    generator = torch.Generator().manual_seed(seed)
+    levels, groups = 1 << bits, -(-inner // (group or inner))
+    quants = torch.randint(levels, (out, inner), generator=generator)
+    zeros = torch.full((out, groups), levels // 2)
     if not symmetric:
-        zeros = torch.randint(most, (out, groups), generator=draw)
-    scales = (torch.rand(out, groups, generator=draw) + 0.5) * 4 / most / inner**0.5
-    order = torch.randperm(inner, generator=draw) if shuffled else torch.arange(inner)
+        zeros = torch.randint(levels, (out, groups), generator=generator)
+    scales = (torch.rand(out, groups, generator=generator) + 0.5) * 4 / levels / inner**0.5
+    order = torch.randperm(inner, generator=generator) if shuffled else torch.arange(inner)
     if not group:
         scales[:], zeros[:] = scales[0].clone(), zeros[0].clone()
     return Kept(quants, scales.bfloat16(), zeros, order // (group or inner))
@@ -394,12 +394,12 @@ def pack_words(values: Tensor, bits: int, order: tuple[int, ...] = tuple(range(8
     """Pack values of `bits` bits: [n, count] -> int32 [n, count * bits / 32]."""
     per_word = 32 // bits
     source = values.numpy().astype(np.uint64)
-    missing = -source.shape[1] % per_word
-    source = np.pad(source, ((0, 0), (0, missing)))
-    found = np.zeros((source.shape[0], source.shape[1] // per_word), np.uint64)
+    padding = -source.shape[1] % per_word
+    source = np.pad(source, ((0, 0), (0, padding)))
+    words = np.zeros((source.shape[0], source.shape[1] // per_word), np.uint64)
     for place in range(per_word):
-        found |= source[:, order[place] :: per_word] << np.uint64(bits * place)
-    return torch.from_numpy(found.astype(np.uint32).view(np.int32))
+        words |= source[:, order[place] :: per_word] << np.uint64(bits * place)
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32))
 
 
 def gptq(kept: Kept, bits: int) -> dict[str, Tensor]:
@@ -444,14 +444,14 @@ PACK: dict[str, Callable[[Kept, int], dict[str, Tensor]]] = {
 
 def quantisation(method: str, bits: int, group: int, symmetric: bool) -> dict[str, Any]:
     if method in ("gptq", "awq"):
-        own: dict[str, Any] = {"sym": symmetric, "desc_act": False}
-        said: dict[str, Any] = {"quant_method": method, "bits": bits, "group_size": group}
-        return said | (own if method == "gptq" else {"version": "gemm", "zero_point": True})
+        flags: dict[str, Any] = {"sym": symmetric, "desc_act": False}
+        config: dict[str, Any] = {"quant_method": method, "bits": bits, "group_size": group}
+        return config | (flags if method == "gptq" else {"version": "gemm", "zero_point": True})
     strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "tensor"}
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, **strategy}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    kept = {"quant_method": "compressed-tensors", "format": method, "config_groups": groups}
-    return kept | {"quantization_status": "compressed", "ignore": ["lm_head"]}
+    fields = {"quant_method": "compressed-tensors", "format": method, "config_groups": groups}
+    return fields | {"quantization_status": "compressed", "ignore": ["lm_head"]}
 
 
 UP = "model.layers.1.mlp.up_proj"
@@ -481,16 +481,16 @@ def test_a_folder_loads_as_its_de_quantised_weights(
     tmp_path: Path, method: str, options: dict[str, Any], stay: bool, dtype: torch.dtype
 ) -> None:
     expected = write_folder(tmp_path, method, **options)
-    kept, numbers = (
+    quantised, numbers = (
         hub.load_model(tmp_path, dtype=dtype, device="cpu", blocks=blocks)[0]
         for blocks in (True, False)
     )
-    for model, blocks in ((kept, stay), (numbers, False)):
+    for model, blocks in ((quantised, stay), (numbers, False)):
         for name, weight in model.named_parameters():
             assert torch.equal(weight.clone(), expected[name].to(dtype)), name
             assert isinstance(weight, QuantisedWeight) == (blocks and "proj" in name), name
-    assert kept.generation_config.eos_token_id == [5, 7]
-    check_same_texts(kept, numbers, torch.arange(30)[None])
+    assert quantised.generation_config.eos_token_id == [5, 7]
+    check_same_texts(quantised, numbers, torch.arange(30)[None])
 
 
 @pytest.mark.parametrize(
@@ -506,14 +506,14 @@ def test_transformers_de_quantises_to_the_same_weights(
     from transformers import CompressedTensorsConfig
 
     write_folder(tmp_path, method, **options)
-    theirs, _ = pretrained.load(
+    reference, _ = pretrained.load(
         str(tmp_path),
         dtype=torch.bfloat16,
         quantization_config=CompressedTensorsConfig(dequantize=True),
     )
-    ours = hub.load_model(tmp_path, dtype="bfloat16", device="cpu", blocks=True)[0]
-    expected = dict(theirs.named_parameters())
-    for name, weight in ours.named_parameters():
+    model = hub.load_model(tmp_path, dtype="bfloat16", device="cpu", blocks=True)[0]
+    expected = dict(reference.named_parameters())
+    for name, weight in model.named_parameters():
         assert torch.equal(weight.clone(), expected[name]), name
 
 
@@ -524,13 +524,13 @@ def loaded(folder: Path, dtype: str) -> dict[str, Tensor]:
 
 def test_version_2_of_gptq_takes_nothing_off_its_zeros(tmp_path: Path) -> None:
     expected = write_folder(tmp_path, "gptq", said={"checkpoint_format": "gptq_v2"})
-    found = loaded(tmp_path, "float32")[f"{UP}.weight"]
-    assert bool((found > expected[f"{UP}.weight"]).all())  # each zero is read as one less
+    weight = loaded(tmp_path, "float32")[f"{UP}.weight"]
+    assert bool((weight > expected[f"{UP}.weight"]).all())  # each zero is read as one less
 
 
 def test_an_unset_group_index_is_ignored(tmp_path: Path) -> None:
     expected, unset = write_folder(tmp_path, "pack-quantized"), torch.full((64,), -1).int()
-    tensors(lambda held: held.update({f"{UP}.weight_g_idx": unset}))(tmp_path)
+    tensors(lambda tensors: tensors.update({f"{UP}.weight_g_idx": unset}))(tmp_path)
     assert torch.equal(loaded(tmp_path, "float64")[f"{UP}.weight"], expected[f"{UP}.weight"])
 
 
@@ -550,12 +550,12 @@ def test_buffers_that_a_model_saves_are_read() -> None:
 
 def test_several_files_are_one_model(tmp_path: Path) -> None:
     expected = write_folder(tmp_path, "gptq")
-    whole = load_file(tmp_path / "model.safetensors")
-    names = sorted(whole)
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = sorted(tensors)
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, some in parts.items():
-        save_file({name: whole[name] for name in some}, tmp_path / file, {"format": "pt"})
-    weight_map = {name: file for file, some in parts.items() for name in some}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, tmp_path / file, {"format": "pt"})
+    weight_map = {name: file for file, part in parts.items() for name in part}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "model.safetensors").unlink()
@@ -606,27 +606,27 @@ def write_bytes(path: Path, name: str, place: int, value: bytes) -> None:
             lambda it: it.write_bytes(it.read_bytes().replace(b"attn_k.weight", b"attn_xxx.bias")),
             "transformers drops its blk.0.attn_xxx.bias. Give",
         ),
-        ("gptq", change("qweight", lambda it: it[:-1]), "qweight is .7, 128., expected .8, 128."),
-        ("gptq", change("qweight", lambda it: it.float()), "holds torch.float32"),
-        ("gptq", change("qzeros", lambda it: it[:1]), "qzeros is .1, 16., expected .2, 16."),
-        ("gptq", change("g_idx", lambda it: it + 1), "inputs in groups that do not exist"),
-        ("gptq", change("scales", lambda it: it / 0), "has a scale that is not finite"),
-        ("awq", change("scales", lambda it: it[:0]), "expected .0, 16."),
-        ("pack-quantized", change("weight_scale", lambda it: it[:5]), "has scales and zeros of"),
-        ("pack-quantized", change("weight_scale", lambda it: it[:, 0]), "expected .128, any"),
-        ("pack-quantized", change("weight_scale", lambda it: it.int()), "scale that is not finite"),
-        ("int-quantized", change("weight", lambda it: it.float()), "holds torch.float32"),
+        ("gptq", change("qweight", lambda t: t[:-1]), "qweight is .7, 128., expected .8, 128."),
+        ("gptq", change("qweight", lambda t: t.float()), "holds torch.float32"),
+        ("gptq", change("qzeros", lambda t: t[:1]), "qzeros is .1, 16., expected .2, 16."),
+        ("gptq", change("g_idx", lambda t: t + 1), "inputs in groups that do not exist"),
+        ("gptq", change("scales", lambda t: t / 0), "has a scale that is not finite"),
+        ("awq", change("scales", lambda t: t[:0]), "expected .0, 16."),
+        ("pack-quantized", change("weight_scale", lambda t: t[:5]), "has scales and zeros of"),
+        ("pack-quantized", change("weight_scale", lambda t: t[:, 0]), "expected .128, any"),
+        ("pack-quantized", change("weight_scale", lambda t: t.int()), "scale that is not finite"),
+        ("int-quantized", change("weight", lambda t: t.float()), "holds torch.float32"),
     ],
 )
 def test_damage_is_refused_in_one_line(
     tmp_path: Path, kind: str, damage: Callable[[Path], object], said: str
 ) -> None:
-    place = written(tmp_path, kind)
-    damage(place)
+    path = written(tmp_path, kind)
+    damage(path)
     for blocks in (True, *([False] if "lacks" in said or "drops" in said else [])):
-        with pytest.raises(ModelNotFound, match=said) as found:
-            hub.load_model(place, dtype="float32", device="cpu", blocks=blocks)
-        assert len(str(found.value).splitlines()) == 1
+        with pytest.raises(ModelNotFound, match=said) as caught:
+            hub.load_model(path, dtype="float32", device="cpu", blocks=blocks)
+        assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -660,10 +660,10 @@ def test_other_formats_are_left_to_transformers(
     monkeypatch.setattr(pretrained, "load", lambda *_, **__: (torch.nn.Linear(1, 1), None))
     convert = lambda _gguf, out, dtype: (out / "config.json").write_text("{}")  # noqa: E731
     monkeypatch.setattr(pretrained, "convert_gguf", convert)
-    place = written(tmp_path, method, **(says if isinstance(says, dict) else {}))
+    path = written(tmp_path, method, **(says if isinstance(says, dict) else {}))
     if isinstance(says, str):  # the new name of a tensor
-        tensors(lambda held: held.update({says: held.pop(f"{UP}.qweight")}))(place)
+        tensors(lambda tensors: tensors.update({says: tensors.pop(f"{UP}.qweight")}))(path)
     with caplog.at_level(logging.INFO):
-        hub.load_model(place, device="cpu", blocks=True)
+        hub.load_model(path, device="cpu", blocks=True)
     assert ("is de-quantised" if method == "GGUF" else "is left to transformers") in caplog.text
     assert why in caplog.text
