@@ -47,37 +47,37 @@ def main(
     limit: lab.Limit = None,
     new_tokens: lab.NewTokens = 96,
 ) -> None:
-    asked = load_suite(suite, questions, limit)
+    suite_questions = load_suite(suite, questions, limit)
     loaded, tokenizer, files = load_model(model, dtype=training_dtype(None))
-    known = fingerprint.of_loaded(loaded, files.stamps)
-    own = Backbone(loaded, fingerprint=known)
-    options = DataOptions(max_new_tokens=new_tokens, max_prompt_tokens=own.max_positions)
-    texts = answers(own, tokenizer, asked, options)
-    backbone = Backbone(loaded, executor="generic", fingerprint=known)
-    found: dict[str, dict[int, Right]] = {}
+    digest = fingerprint.of_loaded(loaded, files.stamps)
+    auto_backbone = Backbone(loaded, fingerprint=digest)
+    options = DataOptions(max_new_tokens=new_tokens, max_prompt_tokens=auto_backbone.max_positions)
+    texts = answers(auto_backbone, tokenizer, suite_questions, options)
+    backbone = Backbone(loaded, executor="generic", fingerprint=digest)
+    right: dict[str, dict[int, Right]] = {}
     for name in heads:
-        fitted = heads_of(resolve_heads(name), backbone, files.label)
-        found[name] = shares(backbone, fitted, texts)
+        exit_heads = heads_of(resolve_heads(name), backbone, files.label)
+        right[name] = shares(backbone, exit_heads, texts)
     answered = sum(map(len, texts.values()))
-    about = {"model": files.label, "suite": suite, "new_tokens": new_tokens, "answered": answered}
-    text = f"{answered} of {len(asked)} questions were answered.\n\n{page(found)}"
-    lab.finish(output, {**about, "questions": len(asked), "right": found}, text)
+    facts = {"model": files.label, "suite": suite, "new_tokens": new_tokens, "answered": answered}
+    text = f"{answered} of {len(suite_questions)} questions were answered.\n\n{page(right)}"
+    lab.finish(output, {**facts, "questions": len(suite_questions), "right": right}, text)
 
 
 def answers(
     backbone: Backbone, tokenizer: Any, asked: Sequence[Question], options: DataOptions
 ) -> dict[str, list[Conversation]]:
-    found = defaultdict(list)
+    texts = defaultdict(list)
     with bar("answers", "rounds") as show:
         rounds = itertools.count(1)
         author = Author(backbone, tokenizer, options, lambda _: show(next(rounds), None))
         talks = [
-            replace(talk_of({"turns": [*one.turns]}, tokenizer, None), family=one.task)
-            for one in asked
+            replace(talk_of({"turns": [*question.turns]}, tokenizer, None), family=question.task)
+            for question in asked
         ]
         for record in author.write(author.converse(talk, Counts()) for talk in talks):
-            found[record["family"]].append(encoded(record, tokenizer))
-    return dict(found)
+            texts[record["family"]].append(encoded(record, tokenizer))
+    return dict(texts)
 
 
 @torch.no_grad()

@@ -55,11 +55,11 @@ def rival(
     ask: lab.Ask, _: Speculator, ids: Tensor, count: int, setting: Setting, streamer: Any
 ) -> Written:
     start = time.perf_counter()
-    found = ask({"ids": ids[0].tolist(), "count": count, **setting})
+    answer = ask({"ids": ids[0].tolist(), "count": count, **setting})
     if streamer is not None:
-        heard = [(1, start + found["first_s"]), (count - 1, start + found["seconds"])]
-        streamer.heard += heard[:count]
-    return Written(found["token_ids"])
+        arrivals = [(1, start + answer["first_s"]), (count - 1, start + answer["seconds"])]
+        streamer.heard += arrivals[:count]
+    return Written(answer["token_ids"])
 
 
 def elsewhere(own: Speculator, by: Decode, _: Speculator, *asked: Any) -> Written:
@@ -94,64 +94,64 @@ def main(
         raise InvalidOption("int4 is a folder for OpenVINO. Give --openvino, or leave it out")
     torch.set_num_threads(threads)
     speculator = lab.loaded(model, heads, dtype, executor)
-    asked = lab.first_turns(suite, questions, limit)
-    ours = [lab.PLAIN]
+    turns = lab.first_turns(suite, questions, limit)
+    our_ways = [lab.PLAIN]
     for name, setting in named_settings(drafter or []).items():
-        ours.append(Contender(label=name, method="ngram+exit", setting=setting))
-    ways = list(ours)
+        our_ways.append(Contender(label=name, method="ngram+exit", setting=setting))
+    ways = list(our_ways)
     if numbers:
-        own = lab.loaded(model, heads, dtype, executor, numbers=True)
-        more = [replace(way, label=NUMBERS + way.label) for way in ours]
+        dequantised = lab.loaded(model, heads, dtype, executor, numbers=True)
+        extras = [replace(way, label=NUMBERS + way.label) for way in our_ways]
         for name, setting in ({"": {}} | (ASSISTED if lookup else {})).items():
             by = METHODS[THEIRS].decode
-            more.append(Contender(label=THEIRS + name, method=THEIRS, setting=setting, by=by))
-        ways += [replace(way, by=partial(elsewhere, own, way.by)) for way in more]
+            extras.append(Contender(label=THEIRS + name, method=THEIRS, setting=setting, by=by))
+        ways += [replace(way, by=partial(elsewhere, dequantised, way.by)) for way in extras]
     gguf = Path(model) if model else default_model_file()
     rivals = {LLAMA: (llama_cpp, gguf), OPENVINO: (openvino, gguf), INT4: (openvino, int4)}
     with ExitStack() as stack:
-        theirs: list[Contender] = []
+        rival_ways: list[Contender] = []
         for name, (python, file) in rivals.items():
             if python is None or file is None:
                 continue
             by = partial(rival, stack.enter_context(worker(name, python, file, threads, context)))
-            theirs += [
+            rival_ways += [
                 Contender(label=name + drafts, method=name, setting={"lookup": bool(drafts)}, by=by)
                 for drafts in ("", LOOKUP)[: 1 + lookup]
             ]
         stack.enter_context(others(busy))
-        ways[:0] = theirs
+        ways[:0] = rival_ways
         options = BenchOptions(suite=suite, max_new_tokens=new_tokens)
-        answers = lab.benched(output, speculator, asked, ways, options)
-    labels = [way.label for way in ways][0 if theirs else 1 :]
+        answers = lab.benched(output, speculator, turns, ways, options)
+    labels = [way.label for way in ways][0 if rival_ways else 1 :]
     summary = summed(answers, ways)
     text = f"{report.write_results(output, summary)}\n{over_first(answers, labels)}"
     write(output / "table.md", text)
     print(text, end="")
-    if any(summary["unequal"][way.label] for way in ours):
+    if any(summary["unequal"][way.label] for way in our_ways):
         raise typer.Exit(1)
 
 
 def named_settings(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Keywords of `generate` by name, from NAME=DRAFTER[;COSTS]; without any, the default's."""
-    found: dict[str, dict[str, Any]] = {} if drafters else {DEFAULT: {}}
+    settings: dict[str, dict[str, Any]] = {} if drafters else {DEFAULT: {}}
     for text in drafters:
         name, equals, rest = text.partition("=")
         drafter, _, costs = rest.partition(";")
         if not (name and equals and drafter) or name == lab.PLAIN.label:
             raise InvalidOption(f"{text!r} is not NAME=DRAFTER. Give --drafter tree=ngram+exit")
-        found[name] = {"drafter": drafter} | ({"costs": costs} if costs else {})
-    return found
+        settings[name] = {"drafter": drafter} | ({"costs": costs} if costs else {})
+    return settings
 
 
 def summed(answers: Sequence[Answer], ways: Sequence[Contender]) -> dict[str, Any]:
     """All figures of a bench; the passes of rivals cannot be counted from outside."""
-    named = [replace(way, method=way.label, source=way.method) for way in ways]
-    found = report.summarise(answers, described(named))
+    contenders = [replace(way, method=way.label, source=way.method) for way in ways]
+    summary = report.summarise(answers, described(contenders))
     outside = [way.label for way in ways if way.method in (LLAMA, OPENVINO, INT4)]
-    for figures in (*found[report.ALL].values(), *found[report.WITHOUT_LOOPS].values()):
+    for figures in (*summary[report.ALL].values(), *summary[report.WITHOUT_LOOPS].values()):
         for label in outside:
             figures[label]["compression_rate"] = None
-    return found
+    return summary
 
 
 def over_first(answers: Sequence[Answer], labels: Sequence[str]) -> str:
@@ -170,8 +170,8 @@ def over_first(answers: Sequence[Answer], labels: Sequence[str]) -> str:
             gain = speed_up(wide[labels[0]], wide[label])
             rows[label][part] = f"{gain.ratio:.3f} ({gain.low:.3f} to {gain.high:.3f})"
             rows[label][f"{part}, worst"] = f"{gain.worst:.2f}"
-    found = pd.DataFrame(rows).T.rename_axis("method")
-    return report.markdown(report.Table(f"Over {labels[0]}", found.reset_index()))
+    frame = pd.DataFrame(rows).T.rename_axis("method")
+    return report.markdown(report.Table(f"Over {labels[0]}", frame.reset_index()))
 
 
 def worker(
@@ -184,11 +184,11 @@ def worker(
 @contextmanager
 def others(count: int) -> Iterator[None]:
     code = [sys.executable, "-S", "-c", "while True: pass"]
-    running = [subprocess.Popen(code) for _ in range(count)]
+    processes = [subprocess.Popen(code) for _ in range(count)]
     try:
         yield
     finally:
-        for process in running:
+        for process in processes:
             process.kill()
             process.wait()
 

@@ -64,28 +64,28 @@ def main(
     bandwidth: Annotated[float, typer.Option(help="Bytes/s of a GPU in practice.")] = 2.5e12,
     dollars: Annotated[float, typer.Option(help="Dollars per GPU hour.")] = 2.5,
 ) -> None:
-    run, by_size, made, served = read(RUN), sizes(), [], []
+    run, by_size, heads, served = read(RUN), sizes(), [], []
     overall, small = run["all"]["overall"], by_size[SMALL]
     gains = {"135M, measured": {p: overall[m]["over_plain"]["ratio"] for p, m in POLICIES.items()}}
     for name, size in by_size.items():
         gains[name] = dict(policies(name, size, run, exit_head(small.shape) / small.step))
         if count := GPUS.get(name):
             gpus = Gpus(count, count * flops, count * bandwidth, count * dollars)
-            made += [making(name, size, gpus, tokens, kind) for kind in ("deep-fused", "eagle3")]
+            heads += [making(name, size, gpus, tokens, kind) for kind in ("deep-fused", "eagle3")]
             served += [serving(name, size, gpus, texts) for texts in (1, 16, 64)]
-    shown = [
+    by_policy = [
         {"policy": policy}
-        | {name: f"{found[policy]:.2f}" if policy in found else "" for name, found in gains.items()}
+        | {name: f"{times[policy]:.2f}" if policy in times else "" for name, times in gains.items()}
         for policy in gains["8B"]
     ]
     text = ""
     for title, rows in (
-        ("Policies at other sizes, simulated", shown),
-        (f"Heads from {tokens:,.0f} answer tokens, estimated", made),
+        ("Policies at other sizes, simulated", by_policy),
+        (f"Heads from {tokens:,.0f} answer tokens, estimated", heads),
         ("Served tokens, estimated", served),
     ):
         text += f"# {title}\n\n{lab.table(rows[0], (row.values() for row in rows))}\n"
-    lab.finish(output, {"gains": gains, "heads": made, "served": served}, text)
+    lab.finish(output, {"gains": gains, "heads": heads, "served": served}, text)
 
 
 def read(name: str) -> Any:
@@ -105,12 +105,12 @@ def sizes() -> dict[str, Size]:
     steps = np.cumsum([1.0, *map(float, added.split("/"))])
     found = {SMALL: Size(small, dict(enumerate(steps.tolist(), 1)), exit_head(small) / float(head))}
     for name, shape in (("1B", "llama-3.2-1b"), ("8B", "llama-3.1-8b")):
-        one = read("sizes")["sizes"][f"random-{shape}"]
-        rows = {int(count): cost for count, cost in one["rows"].items()}
-        found[name] = Size(SHAPES[shape], rows, SHAPES[shape].eagle3 / one["head"])
-    own = found["8B"]
-    step = own.step * large.weights / own.shape.weights
-    return found | {LARGE: Size(large, own.rows, step)}
+        figures = read("sizes")["sizes"][f"random-{shape}"]
+        rows = {int(count): cost for count, cost in figures["rows"].items()}
+        found[name] = Size(SHAPES[shape], rows, SHAPES[shape].eagle3 / figures["head"])
+    base = found["8B"]
+    step = base.step * large.weights / base.shape.weights
+    return found | {LARGE: Size(large, base.rows, step)}
 
 
 def policies(
@@ -119,15 +119,15 @@ def policies(
     """Yield speed-ups: tokens per verification over the cost of its rows and heads in steps."""
     head = exit_head(size.shape) / size.step
     for policy, method in POLICIES.items():
-        one, parts = run["all"]["overall"][method], run["parts_s"]
-        tokens = one["compression_rate"]
-        cost = in_steps(1 + (tokens - 1) / one["acceptance_rate"], size.rows)
+        figures, parts = run["all"]["overall"][method], run["parts_s"]
+        tokens = figures["compression_rate"]
+        cost = in_steps(1 + (tokens - 1) / figures["acceptance_rate"], size.rows)
         if "exit" in method:  # the seconds of the heads in that run give the queries per round
             cost += parts[method]["heads"] * tokens / parts["plain"]["verify"] / small_head * head
         yield policy, tokens / cost
-    (agreed,) = read("heads/agreement")["right"]["checkpoints/smollm2-135m-instruct"].values()
-    kept = np.cumprod([1.0, *(right / count for right, count in agreed["all"])]).cumsum()
-    chains = (one / (in_steps(k + 1, size.rows) + k * head) for k, one in enumerate(kept))
+    (by_kind,) = read("heads/agreement")["right"]["checkpoints/smollm2-135m-instruct"].values()
+    kept = np.cumprod([1.0, *(right / count for right, count in by_kind["all"])]).cumsum()
+    chains = (tokens / (in_steps(k + 1, size.rows) + k * head) for k, tokens in enumerate(kept))
     yield "exit heads, a chain", float(max(chains))
     if name in EAGLE3:
         width, vocab = size.shape.hidden_size, size.shape.vocab_size
@@ -145,8 +145,8 @@ def chance_of(tokens: float) -> float:
 
 def pass_s(shape: Shape, texts: int, rows: int, gpus: Gpus) -> float:
     """Seconds of a bfloat16 pass with `rows` of each text: limited by memory or by arithmetic."""
-    read = 2 * shape.weights + texts * CONTEXT * 4 * shape.num_hidden_layers * shape.keys
-    return max(read / gpus.bytes_per_s, 2 * shape.weights * texts * rows / gpus.flops)
+    bytes_read = 2 * shape.weights + texts * CONTEXT * 4 * shape.num_hidden_layers * shape.keys
+    return max(bytes_read / gpus.bytes_per_s, 2 * shape.weights * texts * rows / gpus.flops)
 
 
 def making(name: str, size: Size, gpus: Gpus, tokens: float, kind: str) -> dict[str, str]:
@@ -156,18 +156,18 @@ def making(name: str, size: Size, gpus: Gpus, tokens: float, kind: str) -> dict[
     drafts, spec = 2, FeatureSpec((0, 1), deep=True, top_k=1)
     if kind == "eagle3":
         per_draft, drafts, spec = 6 * size.shape.eagle3, 3, FeatureSpec((0, 1, 2, 3), top_k=1)
-    prompts = 2 * weights * (positions - tokens) / gpus.flops
-    text = (prompts + tokens / TEXTS * pass_s(size.shape, TEXTS, 1, gpus)) / 3600
-    features = 2 * weights * positions / gpus.flops / 3600
-    fitted = EPOCHS * drafts * per_draft * positions / gpus.flops / 3600
+    prompts_s = 2 * weights * (positions - tokens) / gpus.flops
+    text_h = (prompts_s + tokens / TEXTS * pass_s(size.shape, TEXTS, 1, gpus)) / 3600
+    features_h = 2 * weights * positions / gpus.flops / 3600
+    fit_h = EPOCHS * drafts * per_draft * positions / gpus.flops / 3600
     return {
         "heads": f"{name}, {kind}",
         "GPUs": f"{gpus.number}",
-        "text, h": f"{text:.1f}",
-        "features, h": f"{features:.1f}",
-        "fit, h": f"{fitted:.1f}",
+        "text, h": f"{text_h:.1f}",
+        "features, h": f"{features_h:.1f}",
+        "fit, h": f"{fit_h:.1f}",
         "cache, TB": f"{positions * spec.bytes_per_token(width, 2) / 1e12:.1f}",
-        "all, streamed, $": f"{(text + EPOCHS * features + fitted) * gpus.dollars:,.0f}",
+        "all, streamed, $": f"{(text_h + EPOCHS * features_h + fit_h) * gpus.dollars:,.0f}",
     }
 
 

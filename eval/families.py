@@ -61,32 +61,32 @@ def main(
     for number, name in enumerate(names, 1):
         rows.append(tried(name))
         print(f"{number}/{len(names)} {name}: {rows[-1].text} {rows[-1].why}", flush=True)
-    before = output.read_text(encoding="utf-8") if output.exists() else HEAD
-    files.write(output, before.partition(TABLE)[0] + TABLE + page(rows))
+    text = output.read_text(encoding="utf-8") if output.exists() else HEAD
+    files.write(output, text.partition(TABLE)[0] + TABLE + page(rows))
     if any(row.text == "WRONG" for row in rows):
         raise typer.Exit(1)
 
 
 def tried(family: str) -> Row:
     """Try a family. Errors other than selfspec's own count as WRONG, not as a refusal."""
-    named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family, family)
+    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family, family)
     try:
         model = _running_model(family)
     except Exception as error:  # noqa: BLE001  # the page shows what a config lacks
-        return Row(family, named, "not tried", "", _why(error))
+        return Row(family, class_name, "not tried", "", _why(error))
     try:
         wrap(model, heads="logit-lens")
-        backbone, wrong = _compared(family, model)
+        backbone, difference = _compared(family, model)
     except SelfspecError as error:
-        return Row(family, named, "refused", "", first_line(error)[:_MOST_WORDS])
+        return Row(family, class_name, "refused", "", first_line(error)[:_MOST_WORDS])
     except Exception as error:  # noqa: BLE001  # a crash is a finding
-        return Row(family, named, "WRONG", "", _why(error))
+        return Row(family, class_name, "WRONG", "", _why(error))
     executor = backbone.executor_name
-    if wrong:
-        return Row(family, named, "WRONG", executor, wrong)
+    if difference:
+        return Row(family, class_name, "WRONG", executor, difference)
     note = "" if model.dtype == torch.float64 else "texts compared in float32: no float64 there; "
     note += "" if executor == "fused" else f"not fused: {backbone.refused['fused'][:_MOST_WORDS]}"
-    return Row(family, named, "exact", executor, note)
+    return Row(family, class_name, "exact", executor, note)
 
 
 def _why(error: Exception) -> str:
@@ -265,15 +265,15 @@ def tiny_config(family: str) -> PreTrainedConfig:
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     sizes = {name for name, default in defaults.items() if type(default) is int}
     sizes |= {name for name in _ALSO_IF_NONE if defaults.get(name, 0) is None}
-    given = {
+    settings = {
         name: value
         for value, names in _SIZES
         for name in names.split()
         if name in (defaults if value is None else sizes)
     }
-    if "kv_lora_rank" in given:  # latent attention: as many keys as queries
-        given["num_key_value_heads"] = 4
-    config = kind(**given | SPECIAL.get(family, {}))
+    if "kv_lora_rank" in settings:  # latent attention: as many keys as queries
+        settings["num_key_value_heads"] = 4
+    config = kind(**settings | SPECIAL.get(family, {}))
     config._experts_implementation = "eager"  # grouped matrix products do not support float64
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):  # one, or one per attention type
@@ -291,14 +291,14 @@ TABLE = "## All of them\n\n"
 
 def page(rows: list[Row]) -> str:
     count = Counter(row.text for row in rows)
-    found = ", ".join(f"{count[verdict]} {verdict}" for verdict in VERDICTS if count[verdict])
+    totals = ", ".join(f"{count[verdict]} {verdict}" for verdict in VERDICTS if count[verdict])
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
     ordered = sorted(rows, key=lambda row: (VERDICTS.index(row.text), row.family))
     lines = [Row._fields, *([cell.replace("|", "/") for cell in row] for row in ordered)]
     head, *table = (f"| {' | '.join(line)} |\n" for line in lines)
     return (
         f"Made by selfspec with `python -m eval.families --output docs/families.md`, {versions}.\n"
-        f"{len(rows)} families: {found}.\n\n{head}|{'---|' * len(Row._fields)}\n{''.join(table)}"
+        f"{len(rows)} families: {totals}.\n\n{head}|{'---|' * len(Row._fields)}\n{''.join(table)}"
     )
 
 

@@ -87,8 +87,8 @@ class Hour:
         if executor not in self._ready:
             _, _, model, tokenizer, label = self._held
             heads = None if name == DEFAULT else "none"
-            made = wrap(model, tokenizer, heads=heads, label=label, executor=executor)
-            self._ready[executor] = made
+            speculator = wrap(model, tokenizer, heads=heads, label=label, executor=executor)
+            self._ready[executor] = speculator
         return self._ready[executor]
 
     def drop(self) -> None:
@@ -106,44 +106,44 @@ class Hour:
         label = f"random weights, {name}"
         if name == DEFAULT:
             try:
-                found = hub.load_model(self.weights, dtype=dtype, device=str(self.device))
-                return found[0], found[1], found[2].label
+                parts = hub.load_model(self.weights, dtype=dtype, device=str(self.device))
+                return parts[0], parts[1], parts[2].label
             except (SelfspecError, ImportError) as error:
                 label += f": {first_line(error)}"
         sizes: dict[str, Any] = lab.SHAPES[name]._asdict()
         config = LlamaConfig(**sizes, tie_word_embeddings=name != LARGE)
         with self.device:
-            made = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        return made.eval(), any_words(), label
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return model.eval(), any_words(), label
 
     def source(self, scratch: str) -> list[str]:
         """Arguments that name the default model; random weights are saved to `scratch`."""
-        on = self.on(DEFAULT, executor=GENERIC)
-        found = [] if self.weights is None else ["--model", str(self.weights)]
-        if on.label.startswith("random"):
-            on.model.save_pretrained(scratch)
+        speculator = self.on(DEFAULT, executor=GENERIC)
+        flags = [] if self.weights is None else ["--model", str(self.weights)]
+        if speculator.label.startswith("random"):
+            speculator.model.save_pretrained(scratch)
             any_words().save_pretrained(scratch)
-            found = ["--model", scratch]
+            flags = ["--model", scratch]
         self.drop()
-        return found
+        return flags
 
     def prompts(self, on: Speculator) -> list[Tensor]:
         """The token ids of each question, [1, P]."""
         return [encode(on.tokenizer, question).to(self.device) for question in QUESTIONS]
 
     def answer(self, on: Speculator, **options: Any) -> GenerationStats:
-        asked: Any = {"max_new_tokens": self.tokens, "do_sample": False, **options}
+        keywords: Any = {"max_new_tokens": self.tokens, "do_sample": False, **options}
         with endless(on):
-            return on.generate(self.prompts(on)[0], **asked).stats
+            return on.generate(self.prompts(on)[0], **keywords).stats
 
 
 def any_words() -> PreTrainedTokenizerFast:
     """A tokenizer for random weights: 96 words, one of which stands for all unknown words."""
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(96)}, "w1"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0")
-    made.chat_template = "{% for m in messages %}{{ m.content }} w0 {% endfor %}"
-    return made
+    word_level = Tokenizer(models.WordLevel({f"w{number}": number for number in range(96)}, "w1"))
+    word_level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_level, eos_token="w0")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} w0 {% endfor %}"
+    return tokenizer
 
 
 # --- drafts with a chosen rate of acceptance
@@ -171,9 +171,9 @@ class Planted(Runtime):
 
 
 def planted(on: Speculator, drafts: int, chance: float) -> Speculator:
-    made = Speculator(on.backbone, on.tokenizer, None, "", SpeculationOptions(drafter="none"))
-    made.runtime = Planted(on, drafts, chance)
-    return made
+    speculator = Speculator(on.backbone, on.tokenizer, None, "", SpeculationOptions(drafter="none"))
+    speculator.runtime = Planted(on, drafts, chance)
+    return speculator
 
 
 # --- check
@@ -182,15 +182,15 @@ def planted(on: Speculator, drafts: int, chance: float) -> Speculator:
 def machine(hour: Hour, found: Found) -> None:
     found |= hub.machine()
     if hour.cuda:
-        about = torch.cuda.get_device_properties(hour.device)
-        found |= {"memory_gb": about.total_memory / 1e9, "capability": (about.major, about.minor)}
+        gpu = torch.cuda.get_device_properties(hour.device)
+        found |= {"memory_gb": gpu.total_memory / 1e9, "capability": (gpu.major, gpu.minor)}
 
 
 def captures(hour: Hour, found: Found) -> None:
     """Capture graphs of passes of 1 to 16 rows: their number, capture time and memory."""
-    on, seconds = hour.on(DEFAULT), list[float]()
-    executor: Any = on.backbone._executor
-    found |= {"model": on.label, "captured": executor.replays.captures}
+    speculator, seconds = hour.on(DEFAULT), list[float]()
+    executor: Any = speculator.backbone._executor
+    found |= {"model": speculator.label, "captured": executor.replays.captures}
 
     def strategy() -> Capture:
         inner = graph_capture(hour.device) if hour.cuda else uncaptured
@@ -207,12 +207,12 @@ def captures(hour: Hour, found: Found) -> None:
 
         return capture
 
-    before = torch.cuda.memory_reserved()
+    reserved = torch.cuda.memory_reserved()
     executor.start_capture(strategy, "inductor" if hour.cuda else None)
     for rows in (1, *ROWS):
-        hour.answer(planted(on, rows - 1, 0.5))
+        hour.answer(planted(speculator, rows - 1, 0.5))
     found |= {"graphs": len(seconds), "seconds": sum(seconds)}
-    found["memory_mb"] = (torch.cuda.memory_reserved() - before) / 1e6
+    found["memory_mb"] = (torch.cuda.memory_reserved() - reserved) / 1e6
     if hour.cuda and not executor.replays.captures:
         raise RuntimeError("nothing was captured")
 
@@ -224,9 +224,9 @@ def bits(hour: Hour, found: Found, executor: str, dtype: torch.dtype) -> None:
     ids = torch.arange(64, device=hour.device) % backbone.vocab_size
     alone = verify.logits_of(backbone, ids, verify.Way([1]))
     for rows in ROWS:
-        seen = verify.Bits()
-        seen.compare(f"{rows} rows", verify.logits_of(backbone, ids, verify.Way([rows])), alone)
-        found[str(rows)] = {"differing": seen.differing, "first": seen.first}
+        tally = verify.Bits()
+        tally.compare(f"{rows} rows", verify.logits_of(backbone, ids, verify.Way([rows])), alone)
+        found[str(rows)] = {"differing": tally.differing, "first": tally.first}
 
 
 def ways(on: Speculator) -> dict[str, tuple[Speculator, Found]]:
@@ -236,41 +236,41 @@ def ways(on: Speculator) -> dict[str, tuple[Speculator, Found]]:
 
 def waits(hour: Hour, found: Found, executor: str) -> None:
     """Find where the host waits for the device, from torch's warnings; includes the prompt."""
-    for way, (on, options) in ways(hour.on(DEFAULT, executor=executor)).items():
-        hour.answer(on, **options)
-        with warnings.catch_warnings(record=True) as heard:
+    for way, (speculator, options) in ways(hour.on(DEFAULT, executor=executor)).items():
+        hour.answer(speculator, **options)
+        with warnings.catch_warnings(record=True) as records:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                rounds = hour.answer(on, **options).rounds
+                rounds = hour.answer(speculator, **options).rounds
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        said = [one for one in heard if "synchroniz" in str(one.message)]
-        places = Counter(f"{Path(one.filename).name}:{one.lineno}" for one in said)
-        found[way] = {"a_round": len(said) / rounds, "places": dict(places.most_common(8))}
+        syncs = [warning for warning in records if "synchroniz" in str(warning.message)]
+        places = Counter(f"{Path(warning.filename).name}:{warning.lineno}" for warning in syncs)
+        found[way] = {"a_round": len(syncs) / rounds, "places": dict(places.most_common(8))}
 
 
 def profiled(hour: Hour, found: Found, executor: str) -> None:
     """CUDA calls per round, and the longest kernels: count and microseconds; with the prompt."""
     kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * hour.cuda]
-    spent = "self_device_time_total" if hour.cuda else "self_cpu_time_total"
-    for way, (on, options) in ways(hour.on(DEFAULT, executor=executor)).items():
-        hour.answer(on, **options)
-        with profile(activities=kinds) as seen:
-            rounds = hour.answer(on, max_new_tokens=5, **options).rounds
-        table: Any = sorted(seen.key_averages(), key=lambda one: -getattr(one, spent))
-        each = {one.key[:80]: (one.count / rounds, getattr(one, spent) / rounds) for one in table}
-        calls = {key: count for key, (count, _) in each.items() if key.startswith("cu")}
-        found[way] = {"rounds": rounds, "calls": calls, "longest": dict([*each.items()][:12])}
+    field = "self_device_time_total" if hour.cuda else "self_cpu_time_total"
+    for way, (speculator, options) in ways(hour.on(DEFAULT, executor=executor)).items():
+        hour.answer(speculator, **options)
+        with profile(activities=kinds) as profiler:
+            rounds = hour.answer(speculator, max_new_tokens=5, **options).rounds
+        table: Any = sorted(profiler.key_averages(), key=lambda row: -getattr(row, field))
+        ops = {row.key[:80]: (row.count / rounds, getattr(row, field) / rounds) for row in table}
+        calls = {key: count for key, (count, _) in ops.items() if key.startswith("cu")}
+        found[way] = {"rounds": rounds, "calls": calls, "longest": dict([*ops.items()][:12])}
 
 
 def lossless(hour: Hour, found: Found, executor: str, dtype: torch.dtype) -> None:
     """Climb the rungs of `selfspec verify`; rung 3 (a float64 copy) runs once for all steps."""
-    on = hour.on(DEFAULT, dtype, executor)
-    asked = [Question(id=one, task="", turns=(one,)) for one in QUESTIONS[:2]]
-    cases = verify.cases_of(on, asked, hour.tokens // 4)
+    speculator = hour.on(DEFAULT, dtype, executor)
+    questions = [Question(id=text, task="", turns=(text,)) for text in QUESTIONS[:2]]
+    cases = verify.cases_of(speculator, questions, hour.tokens // 4)
     rungs = {*range(1, 8)} - ({3} if (executor, dtype) != (GRAPHS, FP32) else set())
-    subject = verify.Subject(speculator=on, cases=cases, rungs=rungs, max_copy_gb=8.0)
+    subject = verify.Subject(speculator=speculator, cases=cases, rungs=rungs, max_copy_gb=8.0)
     for claim, rung in verify.climb(subject):
         found[claim] = [rung.outcome, rung.found]
     if failed := [claim for claim, (outcome, _) in found.items() if outcome == "failed"]:
@@ -287,15 +287,15 @@ def pace(
 
     Warms up on the longest prompt, because code compiled for it serves shorter ones.
     """
-    asked = sorted(hour.prompts(on), key=Tensor.numel, reverse=True)[:most]
+    prompts = sorted(hour.prompts(on), key=Tensor.numel, reverse=True)[:most]
     way = Contender(label=method, method=method, setting=setting, by=METHODS[method].decode)
     runner = Bench(speculator=on, options=BenchOptions())
-    first, *runs = [runner.run(way, ids, [0] * hour.tokens) for ids in (asked[0], *asked)]
+    first, *runs = [runner.run(way, ids, [0] * hour.tokens) for ids in (prompts[0], *prompts)]
     if errors := [run.error for run in (first, *runs) if run.error]:
         raise RuntimeError(errors[0])
-    heard = [arrival for run in runs for arrival in run.arrivals[1:]]
-    tokens, seconds = (sum(part) for part in zip(*heard, strict=True))
-    rates = {"tokens_per_s": tokens / seconds, "tokens_a_round": tokens / len(heard)}
+    arrivals = [arrival for run in runs for arrival in run.arrivals[1:]]
+    tokens, seconds = (sum(part) for part in zip(*arrivals, strict=True))
+    rates = {"tokens_per_s": tokens / seconds, "tokens_a_round": tokens / len(arrivals)}
     return {"first_try_s": first.seconds, **rates}
 
 
@@ -307,39 +307,39 @@ THEIRS: dict[str, Found] = {
 
 
 def theirs(hour: Hour, found: Found, name: str, way: str) -> None:
-    on = hour.on(name, executor=GENERIC)
-    found |= {"model": on.label, **pace(hour, on, "hugging-face", **THEIRS[way])}
+    speculator = hour.on(name, executor=GENERIC)
+    found |= {"model": speculator.label, **pace(hour, speculator, "hugging-face", **THEIRS[way])}
 
 
 def ours(hour: Hour, found: Found, name: str, executor: str) -> None:
     """Measure plain decoding, a step against the memory's limit, costs, and default drafts."""
     start = time.perf_counter()
-    on = hour.on(name, executor=executor)
+    speculator = hour.on(name, executor=executor)
     found |= {"ready_s": time.perf_counter() - start}
-    found |= {"model": on.label, "plain": pace(hour, on, "plain", speculate=False)}
-    found["step"] = step_speed(on.backbone, clock=Clock(hour.device, 5)).to_dict()
-    some = torch.arange(min(8192, on.backbone.vocab_size), device=hour.device)
-    heads = on.heads or lab.untrained(on.backbone, 0, "deep-fused", some)
-    found["costs_in_steps"] = asdict(quick_costs(on.backbone, heads))
+    found |= {"model": speculator.label, "plain": pace(hour, speculator, "plain", speculate=False)}
+    found["step"] = step_speed(speculator.backbone, clock=Clock(hour.device, 5)).to_dict()
+    draft_ids = torch.arange(min(8192, speculator.backbone.vocab_size), device=hour.device)
+    heads = speculator.heads or lab.untrained(speculator.backbone, 0, "deep-fused", draft_ids)
+    found["costs_in_steps"] = asdict(quick_costs(speculator.backbone, heads))
     if name == DEFAULT:
-        found["default"] = pace(hour, on)
+        found["default"] = pace(hour, speculator)
 
 
 def swept(hour: Hour, found: Found, name: str) -> None:
     """Measure free drafts that are accepted with a given chance, by drafts per round."""
     for rows, chance in product(ROWS, CHANCES):
-        drafted = planted(hour.on(name), rows - 1, chance)
-        found[f"{rows - 1} drafts, {chance:g}"] = pace(hour, drafted, most=1)
+        speculator = planted(hour.on(name), rows - 1, chance)
+        found[f"{rows - 1} drafts, {chance:g}"] = pace(hour, speculator, most=1)
 
 
 def batches(hour: Hour, found: Found, name: str) -> None:
-    on = hour.on(name)
-    ids, writers = hour.prompts(on)[0], {"plain": concurrency.ours(speculate=False)}
+    speculator = hour.on(name)
+    ids, writers = hour.prompts(speculator)[0], {"plain": concurrency.ours(speculate=False)}
     writers["Hugging Face, padded"] = concurrency.padded_batch
-    with endless(on):
+    with endless(speculator):
         for texts in TEXTS[: 2 if hour.tiny else None]:
             for way, writer in writers.items():
-                load, answers = writer(on, [ids] * texts, hour.tokens // 2, texts)
+                load, answers = writer(speculator, [ids] * texts, hour.tokens // 2, texts)
                 found.setdefault(way, {})[texts] = sum(map(len, answers)) / load.seconds
 
 
@@ -349,9 +349,9 @@ def batches(hour: Hour, found: Found, name: str) -> None:
 def adapted(hour: Hour, found: Found) -> None:
     """Run `selfspec adapt` with four fifths of the time: text, heads, settings, comparison."""
     folder, budget = hour.output / ADAPTED, 10 if hour.tiny else max(10, 48 * hour.minutes)
-    asked = ("--budget", f"{budget:.0f}s", "--output", str(folder), "--device", str(hour.device))
+    flags = ("--budget", f"{budget:.0f}s", "--output", str(folder), "--device", str(hour.device))
     with tempfile.TemporaryDirectory() as scratch:
-        lab.selfspec_command("adapt", *asked, *hour.source(scratch))
+        lab.selfspec_command("adapt", *flags, *hour.source(scratch))
     found |= read_json(folder / "adapt.json")
 
 
@@ -406,13 +406,13 @@ def within(seconds: float) -> Iterator[None]:
     def over(*_: object) -> None:
         raise TimeUp(f"stopped after {seconds:.0f} s")
 
-    before = signal.signal(signal.SIGALRM, over)
+    handler = signal.signal(signal.SIGALRM, over)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def carried_out(hour: Hour, name: str, steps: Sequence[Step]) -> None:
@@ -461,10 +461,10 @@ def main(
     tiny: Annotated[bool, typer.Option("--tiny", help="A tiny random model.")] = False,
     minutes: Annotated[float | None, typer.Option(min=0.1, max=9, help="4; for fit 5.")] = None,
 ) -> None:
-    usual, steps = COMMANDS[command]
-    hour = Hour(output, weights, usual if minutes is None else minutes, tiny=tiny)
-    asked = [step for step in steps() if not tiny or step.given.get("name") in (None, DEFAULT)]
-    carried_out(hour, command, asked)
+    default, steps = COMMANDS[command]
+    hour = Hour(output, weights, default if minutes is None else minutes, tiny=tiny)
+    plan = [step for step in steps() if not tiny or step.given.get("name") in (None, DEFAULT)]
+    carried_out(hour, command, plan)
 
 
 if __name__ == "__main__":

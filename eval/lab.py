@@ -100,8 +100,8 @@ def run(*commands: Callable[..., object]) -> None:
     Errors that a user can fix are one line, without a traceback.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    for one in commands:
-        app.command()(one)
+    for function in commands:
+        app.command()(function)
     try:
         app()
     except SelfspecError as error:
@@ -142,12 +142,12 @@ def loaded(
     numbers: bool = False,
 ) -> Speculator:
     """Load a model with its weights as stored; `numbers`: with de-quantised weights."""
-    own = selfspec.load(model, heads=heads, dtype=dtype, executor="auto" if numbers else executor)
+    base = selfspec.load(model, heads=heads, dtype=dtype, executor="auto" if numbers else executor)
     if not numbers:
-        return own
-    plain, tokenizer, files = load_model(model, dtype=own.backbone.dtype)
-    found = own.heads or "none"
-    return selfspec.wrap(plain, tokenizer, heads=found, label=files.label, executor=executor)
+        return base
+    plain, tokenizer, files = load_model(model, dtype=base.backbone.dtype)
+    exit_heads = base.heads or "none"
+    return selfspec.wrap(plain, tokenizer, heads=exit_heads, label=files.label, executor=executor)
 
 
 def first_turns(suite: str, questions: Path | None, limit: int | None) -> list[Question]:
@@ -176,17 +176,17 @@ def untrained(
 def answering(command: Sequence[str], **where: Any) -> Iterator[Ask]:
     """Start a process that answers JSON lines. Raises InvalidOption if it cannot or ends."""
     try:
-        started = subprocess.Popen(
+        child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **where
         )
     except OSError as error:
         raise InvalidOption(f"cannot run {command[0]}: {error.strerror}") from error
-    with started as process:
-        there, back = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
+    with child as process:
+        stdin, stdout = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
 
         def ask(request: Mapping[str, Any]) -> dict[str, Any]:
-            print(json.dumps(request), file=there, flush=True)
-            if not (line := back.readline()):
+            print(json.dumps(request), file=stdin, flush=True)
+            if not (line := stdout.readline()):
                 raise InvalidOption(f"{command[0]} has ended: see its error above")
             answer: dict[str, Any] = json.loads(line)
             return answer
@@ -194,7 +194,7 @@ def answering(command: Sequence[str], **where: Any) -> Iterator[Ask]:
         try:
             yield ask
         finally:
-            there.close()
+            stdin.close()
 
 
 def each(items: Sequence[Item], name: str, unit: str = "questions") -> Iterator[Item]:
@@ -218,12 +218,12 @@ def benched(
     """
     backbone = speculator.backbone
     model = {"dtype": str(backbone.dtype), "executor": backbone.executor_name}
-    about = {
+    facts = {
         "run": {"command": command(), "model": speculator.label, **model, **options.record()},
         "options": speculator.options.described(),
         "machine": machine(),
     }
-    report.begin_results(output, json.loads(json.dumps(about)))
+    report.begin_results(output, json.loads(json.dumps(facts)))
     with bar("bench", "questions") as show:
         runner = Bench(speculator=speculator, options=options)
         answers = runner.measure(questions, contenders, output / ANSWERS, show)

@@ -34,25 +34,25 @@ def load(
 ) -> None:
     cases = list(product(dtypes.split(","), executors.split(",")))
     apart(loading, model, *cases[0])  # a first use may convert the file
-    found = [apart(loading, model, *case) for case in cases]
+    figures = [apart(loading, model, *case) for case in cases]
     rows = []
-    for case in found:
+    for case in figures:
         size, peaks = case["model_mb"], (case["loading_mb"], case["generating_mb"])
         cells = [f"{peak:.0f} MB = {peak / size:.2f} x" for peak in peaks]
         rows.append([f"{case['dtype']}, {case['executor']}", f"{size:.0f} MB", *cells])
     header = ("peak beyond the imports", "weights", "loading", "with an answer")
-    lab.finish(output, {"cases": found}, lab.table(header, rows))
+    lab.finish(output, {"cases": figures}, lab.table(header, rows))
 
 
 def loading(model: str | None, dtype: str, executor: str) -> dict[str, Any]:
     """Megabytes: the model's weights, and the peaks after loading and after an answer."""
-    before = resident("VmRSS")
+    base = resident("VmRSS")
     speculator = lab.loaded(model, dtype=dtype, executor=executor)
-    peak = resident("VmHWM") - before
+    peak = resident("VmHWM") - base
     speculator.generate("Why is the sky blue?", max_new_tokens=16, raw=True)
     weights = speculator.model.parameters()
     size = sum(getattr(weight, "blocks", weight).nbytes for weight in weights) / 1e6
-    sizes = {"model_mb": size, "loading_mb": peak, "generating_mb": resident("VmHWM") - before}
+    sizes = {"model_mb": size, "loading_mb": peak, "generating_mb": resident("VmHWM") - base}
     return {"dtype": dtype, "executor": speculator.backbone.executor_name, **sizes}
 
 
@@ -73,9 +73,9 @@ def grown(work: Callable[[], object]) -> float:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # else `work` would reuse freed memory, unseen
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = resident("VmRSS")
+    base = resident("VmRSS")
     work()
-    return resident("VmHWM") - before
+    return resident("VmHWM") - base
 
 
 if __name__ == "__main__":

@@ -48,10 +48,10 @@ def timed(
     things: Mapping[str, Work], counts: Sequence[int], clock: Clock
 ) -> dict[str, dict[int, float]]:
     works = {(name, n): partial(work, n) for n in counts for name, work in things.items()}
-    found: dict[str, dict[int, float]] = {}
+    by_operation: dict[str, dict[int, float]] = {}
     for (name, rows), seconds in clock.seconds(works).items():
-        found.setdefault(name, {})[rows] = seconds
-    return found
+        by_operation.setdefault(name, {})[rows] = seconds
+    return by_operation
 
 
 def as_table(
@@ -61,13 +61,13 @@ def as_table(
     more: Mapping[str, Mapping[str, str]] | None = None,
 ) -> str:
     """A table; in brackets, shares of the first column or of `whole`; `more`: further columns."""
-    rows = list(dict.fromkeys(count for found in seconds.values() for count in found))
+    rows = list(dict.fromkeys(count for times in seconds.values() for count in times))
     lines = []
-    for name, found in seconds.items():
-        least = next(iter(found.values()))
+    for name, times in seconds.items():
+        first = next(iter(times.values()))
         cells = [
-            f"{1e3 * found[count]:.3f} ({found[count] / (whole[count] if whole else least):.2f})"
-            if count in found
+            f"{1e3 * times[count]:.3f} ({times[count] / (whole[count] if whole else first):.2f})"
+            if count in times
             else ""
             for count in rows
         ]
@@ -117,16 +117,16 @@ def split(
         backbone.run(behind[:count], 0, layers, Rows.of(kv, in_front, count, CPU))
         kv.truncate(in_front)
 
-    things: dict[str, Work] = {name: partial(run, whole.only(of)) for name, of in PARTS.items()}
-    things[UNEMBEDDING] = lambda count: backbone.logits(behind[:count])
-    seconds = timed(things, counts, Clock(CPU, repeats))
-    about = {"model": files.label, "dtype": str(backbone.dtype), "in_front": in_front}
+    works: dict[str, Work] = {name: partial(run, whole.only(of)) for name, of in PARTS.items()}
+    works[UNEMBEDDING] = lambda count: backbone.logits(behind[:count])
+    seconds = timed(works, counts, Clock(CPU, repeats))
+    facts = {"model": files.label, "dtype": str(backbone.dtype), "in_front": in_front}
     text = (
         f"Milliseconds of a pass by its parts and rows, {files.label}, {backbone.dtype}, behind "
         f"{in_front} ids; in brackets: share of layers and unembedding\n\n"
     )
-    both = {count: one + seconds[UNEMBEDDING][count] for count, one in seconds[ALL].items()}
-    lab.finish(output, {**about, "seconds": seconds}, text + as_table("part", seconds, both))
+    sums = {count: cost + seconds[UNEMBEDDING][count] for count, cost in seconds[ALL].items()}
+    lab.finish(output, {**facts, "seconds": seconds}, text + as_table("part", seconds, sums))
 
 
 # --- linear layers
@@ -155,18 +155,18 @@ def linear(
     check_keys(shapes.split(","), SHAPES, "shape")
     clock, counts = Clock(CPU, repeats), lab.numbers(rows, int)
     memory, arithmetic = memory_rate(clock) / 1e9, arithmetic_rate(clock)
-    asked = list(product(dtypes.split(","), shapes.split(",")))
+    cases = list(product(dtypes.split(","), shapes.split(",")))
     least, most, seconds = counts[0], counts[-1], dict[str, dict[int, float]]()
     read, computed = dict[str, str](), dict[str, str]()
-    for dtype, shape in lab.each(asked, "time", "shapes"):
+    for dtype, shape in lab.each(cases, "time", "shapes"):
         for part, (out, inner) in _linear_layers(SHAPES[shape]):
             kind = getattr(torch, dtype)
-            for kernel, found in one_layer(out, inner, kind, counts, cold_mb, clock).items():
+            for kernel, times in one_layer(out, inner, kind, counts, cold_mb, clock).items():
                 name = f"{shape} {dtype}, {part} {out}×{inner}, {kernel}"
-                seconds[name] = found
-                read[name] = f"{1e-9 * out * inner * kind.itemsize / found[least]:.1f}"
-                if most in found:
-                    computed[name] = f"{2e-9 * out * inner * most / found[most]:.1f}"
+                seconds[name] = times
+                read[name] = f"{1e-9 * out * inner * kind.itemsize / times[least]:.1f}"
+                if most in times:
+                    computed[name] = f"{2e-9 * out * inner * most / times[most]:.1f}"
     rates = {f"GB/s, {least} rows": read, f"GFLOP/s, {most} rows": computed}
     text = (
         f"{torch.get_num_threads()} threads. Read: {memory:.1f} GB/s of memory by torch's sum. "
@@ -196,15 +196,15 @@ def one_layer(
         "ours": [CompiledLinear(weight) for weight in weights],
         "torch": [partial(nn.functional.linear, weight=weight) for weight in weights],
     }
-    found: dict[str, dict[int, float]] = {name: {} for name in kernels}
+    times: dict[str, dict[int, float]] = {name: {} for name in kernels}
     for rows in counts:
         x = torch.randn(rows, inner).to(dtype)
         works = {name: partial(_every, layers, x) for name, layers in kernels.items()}
         for name, seconds in clock.seconds(works).items():
-            found[name][rows] = seconds / copies
-            if found[name][rows] > _PATIENCE_S:
+            times[name][rows] = seconds / copies
+            if times[name][rows] > _PATIENCE_S:
                 del kernels[name]
-    return found
+    return times
 
 
 def _every(layers: Iterable[Callable[[Tensor], object]], x: Tensor) -> None:
@@ -242,25 +242,25 @@ def passes(
     loaded = {"blocks": Backbone(load_model(model, dtype=dtype, blocks=True)[0])}
     if numbers:
         loaded["numbers"] = Backbone(load_model(model, dtype=loaded["blocks"].dtype)[0])
-    ours = {name: Passes(one, in_front, most=max(counts)) for name, one in loaded.items()}
+    runs = {name: Passes(backbone, in_front, most=max(counts)) for name, backbone in loaded.items()}
     gguf = model or default_model_file()
     with worker(LLAMA, python, gguf, threads, in_front + max(counts)) as ask:
-        ids = ours["blocks"].ids.tolist()
+        ids = runs["blocks"].ids.tolist()
         ask({"front": ids[:in_front]})
-        things: dict[str, Work] = {name: one.run for name, one in ours.items()}
-        things[LLAMA] = lambda count: ask({"rows": ids[in_front:][:count]})
-        seconds = timed(things, counts, clock)
+        works: dict[str, Work] = {name: run.run for name, run in runs.items()}
+        works[LLAMA] = lambda count: ask({"rows": ids[in_front:][:count]})
+        seconds = timed(works, counts, clock)
     rate = memory_rate(clock)
     read = {name: one.weight_bytes + in_front * one.position_bytes for name, one in loaded.items()}
     limits = {name: count / rate for name, count in read.items()}
     kind = str(loaded["blocks"].dtype)
-    about = {"dtype": kind, "in_front": in_front, "memory_bytes_per_s": rate, "limit_s": limits}
+    facts = {"dtype": kind, "in_front": in_front, "memory_bytes_per_s": rate, "limit_s": limits}
     text = (
         f"Milliseconds of one pass behind {in_front} ids, by rows; ours in {kind}; in brackets: in "
         "passes of one row\n\n"
     )
-    more = {"memory's limit of 1": {name: f"{1e3 * one:.1f}" for name, one in limits.items()}}
-    lab.finish(output, {**about, "seconds": seconds}, text + as_table("", seconds, more=more))
+    extra = {"memory's limit of 1": {name: f"{1e3 * limit:.1f}" for name, limit in limits.items()}}
+    lab.finish(output, {**facts, "seconds": seconds}, text + as_table("", seconds, more=extra))
 
 
 # --- prompts
@@ -292,11 +292,11 @@ def prompts(
 
 
 def reader(model: str | None, dtype: str, name: str) -> Work:
-    own: Any = lab.loaded(model, dtype=dtype) if name == OURS else load_model(model, dtype=dtype)[0]
+    llm: Any = lab.loaded(model, dtype=dtype) if name == OURS else load_model(model, dtype=dtype)[0]
 
     def read(length: int) -> None:
         ids = torch.arange(length)[None] % 90  # every model has as many ids
-        own.generate(ids, max_new_tokens=1, do_sample=False)
+        llm.generate(ids, max_new_tokens=1, do_sample=False)
 
     return read
 
@@ -327,7 +327,7 @@ def sizes(
     W times the head: its bytes, at 8 bits a weight and 32,000 tokens, over those of a step.
     """
     chances = lab.numbers(rates, float)
-    lines, found = [], {}
+    lines, by_model = [], {}
     for name in models.split(","):
         loaded, _, files = load_model(name, dtype=dtype, blocks=True)
         backbone = Backbone(loaded)
@@ -336,7 +336,7 @@ def sizes(
         head = shape.eagle3 / speed.step_bytes
         costs = {1: 1.0, **speed.rows_in_steps}
         best = {chance: best_chain(chance, costs, head) for chance in chances}
-        found[files.label] = {"step_s": speed.step_s, "rows": costs, "head": head, "best": best}
+        by_model[files.label] = {"step_s": speed.step_s, "rows": costs, "head": head, "best": best}
         cells = [f"{gain:.2f} ({drafts})" for gain, drafts in best.values()]
         rows = ", ".join(f"{count}: {cost:.2f}" for count, cost in costs.items())
         lines.append([files.label, f"{1e3 * speed.step_s:.1f}", rows, f"{head:.3f}", *cells])
@@ -345,7 +345,7 @@ def sizes(
         "# Drafts at other sizes, simulated\n\nTimes plain decoding, and the drafts of a round "
         "that are best, by the chance a that a draft is right; costs in steps.\n\n"
     )
-    lab.finish(output, {"sizes": found}, text + lab.table(columns, lines))
+    lab.finish(output, {"sizes": by_model}, text + lab.table(columns, lines))
 
 
 def best_chain(chance: float, costs: Mapping[int, float], head: float) -> tuple[float, int]:
@@ -360,9 +360,9 @@ def best_chain(chance: float, costs: Mapping[int, float], head: float) -> tuple[
 
 def in_steps(rows: float, costs: Mapping[int, float]) -> float:
     """Cost of a pass of `rows` rows, interpolated, or extrapolated from the last known costs."""
-    (before, low), (most, high) = list(costs.items())[-2:]
-    more = max(0.0, rows - most) * (high - low) / (most - before)
-    return float(np.interp(rows, list(costs), list(costs.values()))) + more
+    (fewer, low), (most, high) = list(costs.items())[-2:]
+    extra = max(0.0, rows - most) * (high - low) / (most - fewer)
+    return float(np.interp(rows, list(costs), list(costs.values()))) + extra
 
 
 if __name__ == "__main__":

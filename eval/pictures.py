@@ -60,11 +60,11 @@ PAGE, TRACES, PICTURES = DOCS / "gallery.md", DOCS / "gallery", DOCS / "images" 
 
 def small(picture: Path) -> None:
     """Reduce a picture to 256 colours, which is enough for text on a plain background."""
-    with Image.open(picture) as found:
-        made = found.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    with Image.open(picture) as image:
+        reduced = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
     note = PngInfo()
     note.add_text("Software", "selfspec")  # so that the next run may replace the file
-    made.save(picture, optimize=True, pnginfo=note)
+    reduced.save(picture, optimize=True, pnginfo=note)
 
 
 # --- the gallery
@@ -81,11 +81,11 @@ def gallery(
         if names and name not in names:
             continue
         with tempfile.TemporaryDirectory() as scratch:
-            kept = Path(scratch, "trace.jsonl")
-            lab.selfspec_command("trace", "--output", str(kept), "--costs", COSTS, *words[3:])
+            jsonl = Path(scratch, "trace.jsonl")
+            lab.selfspec_command("trace", "--output", str(jsonl), "--costs", COSTS, *words[3:])
             card = ["--card", str(PICTURES / f"{name}.png"), "--overwrite"]
-            lab.selfspec_command("trace", "--from", str(kept), *card)
-            packed = lzma.compress(kept.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
+            lab.selfspec_command("trace", "--from", str(jsonl), *card)
+            packed = lzma.compress(jsonl.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
         write(TRACES / f"{name}.jsonl.xz", packed)
         small(PICTURES / f"{name}.png")
 
@@ -116,16 +116,16 @@ def pages(
 
 def trace(folder: Path) -> None:
     """Picture the page of an answer, from a stored trace, so that it shows no wall times."""
-    with tempfile.TemporaryDirectory() as scratch, browser() as driven:
-        kept, html = Path(scratch, "trace.jsonl"), Path(scratch, "trace.html")
-        kept.write_bytes(lzma.decompress((TRACES / "code.jsonl.xz").read_bytes()))
-        lab.selfspec_command("trace", "--from", str(kept), "--html", str(html))
+    with tempfile.TemporaryDirectory() as scratch, browser() as chromium:
+        jsonl, html = Path(scratch, "trace.jsonl"), Path(scratch, "trace.html")
+        jsonl.write_bytes(lzma.decompress((TRACES / "code.jsonl.xz").read_bytes()))
+        lab.selfspec_command("trace", "--from", str(jsonl), "--html", str(html))
         for name, scheme, size in (
             ("trace", "light", WIDE),
             ("trace-dark", "dark", WIDE),
             ("trace-phone", "light", PHONE),
         ):
-            page = opened(driven, html.as_uri(), scheme, size)
+            page = opened(chromium, html.as_uri(), scheme, size)
             page.locator("#answer .seen").nth(4).dispatch_event("pointermove")
             if scheme == "dark":
                 page.locator("#lanes-title").evaluate("node => node.scrollIntoView()")
@@ -136,16 +136,16 @@ def trace(folder: Path) -> None:
 
 
 def chat(address: str, folder: Path) -> None:
-    with browser() as driven:
-        page = opened(driven, address, "light", WIDE)
+    with browser() as chromium:
+        page = opened(chromium, address, "light", WIDE)
         page.get_by_label("rejected drafts").check()
         ask(page, "Write a Python function that counts the words in a file.", 90)
         page.screenshot(path=folder / "chat.png")
-        page = opened(driven, address, "dark", WIDE)
+        page = opened(chromium, address, "dark", WIDE)
         page.get_by_label("side by side").check()
         ask(page, "Name the planets in order, with one fact about each.", 90)
         page.screenshot(path=folder / "chat-dark.png")
-        page = opened(driven, address, "light", PHONE)
+        page = opened(chromium, address, "light", PHONE)
         ask(page, "Write a JSON list of four fruits, each with a name and a colour.", 110)
         page.screenshot(path=folder / "chat-phone.png")
 
@@ -155,9 +155,9 @@ def browser() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=shutil.which("chromium"))
-        yield found
-        found.close()
+        chromium = driver.chromium.launch(executable_path=shutil.which("chromium"))
+        yield chromium
+        chromium.close()
 
 
 def opened(browser: Browser, address: str, scheme: str, size: dict[str, int]) -> Page:
@@ -264,10 +264,10 @@ def race(
 
 def measured(name: str, speculator: Speculator, method: str, ids: Tensor, count: int) -> Run:
     streamer, start = Arrivals(time.perf_counter), time.perf_counter()
-    found = METHODS[method].decode(speculator, ids, count, {}, streamer)
+    answer = METHODS[method].decode(speculator, ids, count, {}, streamer)
     text, at, pieces = TextDecoder(speculator.tokenizer), 0, []
     for tokens, moment in streamer.heard:
-        piece = text.push(found.token_ids[at : at + tokens])
+        piece = text.push(answer.token_ids[at : at + tokens])
         at += tokens
         pieces.append((piece, moment - start))
     pieces.append((text.push([], last=True), pieces[-1][1]))
@@ -281,8 +281,8 @@ def lines(run: Run) -> Iterator[list[tuple[str, float]]]:
         for line in textwrap.wrap(paragraph, LETTERS, drop_whitespace=False) or [""]:
             letters = [*zip(line, timed)]  # noqa: B905  # as many as there are
             shown = letters[1:] if line.startswith(" ") else letters
-            grouped = groupby(shown, lambda one: one[1])
-            yield [("".join(letter for letter, _ in some), second) for second, some in grouped]
+            grouped = groupby(shown, lambda pair: pair[1])
+            yield [("".join(letter for letter, _ in group), second) for second, group in grouped]
         next(timed, None)  # the newline
 
 
@@ -308,8 +308,8 @@ def race_drawn(runs: Sequence[Run], look: Look) -> str:
         end = appearing(f"{run.seconds:.1f} seconds{times}", run.seconds)
         body += label(end, left, TOP + LINE * count + 14, colour, weight=700)
         most = max(most, count)
-    told = "; ".join(f"{run.name} in {run.seconds:.1f} seconds" for run in runs)
-    title, style = f"The same answer twice: {told}", moves(names, slow)
+    summary = "; ".join(f"{run.name} in {run.seconds:.1f} seconds" for run in runs)
+    title, style = f"The same answer twice: {summary}", moves(names, slow)
     return document(WIDTH, TOP + LINE * most + 44, look, title, body, style)
 
 
@@ -317,13 +317,13 @@ def moves(names: dict[float, str], slow: float) -> str:
     """The style: first shows all text, then none, then each piece from its own moment on."""
     total, rest = REST_S + slow, 100 * REST_S / (REST_S + slow)
     shares = {name: rest + 100 * second / total for second, name in names.items()}
-    shown = "".join(
+    frames = "".join(
         f"@keyframes {name}{{0%,{rest:.2f}%{{fill-opacity:1}}{rest + 0.01:.2f}%,{share - 0.01:.2f}%"
         f"{{fill-opacity:0}}{share:.2f}%,100%{{fill-opacity:1}}}}"
         f".{name}{{animation:{name} {total:.2f}s infinite}}"
         for name, share in shares.items()
     )
-    return shown + "@media (prefers-reduced-motion:reduce){*{animation:none!important}}"
+    return frames + "@media (prefers-reduced-motion:reduce){*{animation:none!important}}"
 
 
 # --- bars
@@ -374,19 +374,19 @@ def bars_drawn(times: dict[str, float], names: dict[str, str], over: str, look: 
     """One bar per entry, the slowest first."""
     most = max(times.values())
     rows = []
-    for place, (name, value) in enumerate(sorted(times.items(), key=lambda entry: entry[1])):
+    for place, (name, ratio) in enumerate(sorted(times.items(), key=lambda entry: entry[1])):
         y, weight = FIRST + ROW * place, 700 if name in OURS - {lab.PLAIN.label} else 400
-        length = LONGEST * value / most
+        length = LONGEST * ratio / most
         rows += [
             label(names[name], LEFT - 14, y + 15, look["ink"], weight=weight, anchor="end"),
             f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{THICK}" rx="3" '
             f'fill="{look["good" if name in OURS else "other"]}"/>',
-            label(f"{value:.2f}×", LEFT + length + 10, y + 15, look["ink"], weight=weight),
+            label(f"{ratio:.2f}×", LEFT + length + 10, y + 15, look["ink"], weight=weight),
         ]
     head = label(f"Times as fast as {over}", 18, 34, look["dim"])
-    told = ", ".join(f"{names[name]} {value:.2f}" for name, value in times.items())
+    summary = ", ".join(f"{names[name]} {ratio:.2f}" for name, ratio in times.items())
     height = FIRST + ROW * len(times) + 10
-    return document(WIDTH, height, look, f"Times as fast: {told}", head + "".join(rows))
+    return document(WIDTH, height, look, f"Times as fast: {summary}", head + "".join(rows))
 
 
 if __name__ == "__main__":

@@ -54,9 +54,9 @@ def main(
     writer.add_token_list(tokens)
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(sizes.vocab_size - 1)
-    for number, (name, of, outputs, inner) in enumerate(_weights(sizes, kind)):
-        data = _blocks(of, outputs, inner, number)
-        writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[of])
+    for number, (name, quant, outputs, inner) in enumerate(_weights(sizes, kind)):
+        blocks = _blocks(quant, outputs, inner, number)
+        writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType[quant])
     layers, parts = range(sizes.num_hidden_layers), ("attn", "ffn")
     norms = [f"blk.{layer}.{part}_norm.weight" for layer in layers for part in parts]
     for name in (*norms, "output_norm.weight"):
@@ -81,11 +81,11 @@ def _blocks(kind: str, outputs: int, inner: int, seed: int) -> np.ndarray:
     """[outputs, bytes]: random quants, and scales that give weights of about inner ** -0.5."""
     block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     shape = (outputs, inner // block, size)
-    data = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    blocks = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
     scale = np.frombuffer(np.float16(inner**-0.5 / _LARGEST[kind]).tobytes(), np.uint8)
     for place in _SCALES[kind]:
-        data[..., place : place + 2] = scale
-    return data.reshape(outputs, -1)
+        blocks[..., place : place + 2] = scale
+    return blocks.reshape(outputs, -1)
 
 
 if __name__ == "__main__":

@@ -43,13 +43,13 @@ def by_llama(model: str, threads: int, context: int, asked: dict[str, Any]) -> d
             runtime.n_tokens = front
         return {}
     runtime = llama(model, threads, context, "lookup" if asked["lookup"] else "plain")
-    start, times, found = time.perf_counter(), [], []
+    start, times, token_ids = time.perf_counter(), [], []
     runtime.reset()
     tokens = runtime.generate(asked["ids"], temp=0.0, top_k=1, repeat_penalty=1.0, reset=True)
     for token in islice(tokens, asked["count"]):
-        found.append(int(token))
+        token_ids.append(int(token))
         times.append(time.perf_counter() - start)
-    return {"token_ids": found, "first_s": times[0], "seconds": times[-1]}
+    return {"token_ids": token_ids, "first_s": times[0], "seconds": times[-1]}
 
 
 @cache
@@ -81,8 +81,8 @@ def by_openvino(model: str, threads: int, _: int, asked: dict[str, Any]) -> dict
     runtime, ids = openvino(model, threads, asked["lookup"]), np.array([asked["ids"]])
     start = time.perf_counter()
     inputs = openvino_genai.TokenizedInputs(Tensor(ids), Tensor(np.ones_like(ids)))
-    found = runtime.generate(inputs, config, Clock()).tokens[0]
-    return {"token_ids": list(found), "first_s": times[0], "seconds": times[-1]}
+    tokens = runtime.generate(inputs, config, Clock()).tokens[0]
+    return {"token_ids": list(tokens), "first_s": times[0], "seconds": times[-1]}
 
 
 def main(name: str, model: str, threads: str, context: str) -> None:

@@ -83,7 +83,7 @@ class Heard:
             text = (choice.get("message") or choice.get("delta") or {}).get("content") or ""
             self.finish = choice.get("finish_reason") or self.finish
             likely = (choice.get("logprobs") or {}).get("content") or []
-            self.likely += [(one["token"], one["logprob"]) for one in likely]
+            self.likely += [(entry["token"], entry["logprob"]) for entry in likely]
             self.text += text
             if text and seconds is not None:
                 self.arrivals.append(seconds)
@@ -100,16 +100,16 @@ def served(command: Sequence[str]) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     address = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as log:
         env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        process = subprocess.Popen([*command, "--port", port], stdout=said, stderr=said, env=env)
+        process = subprocess.Popen([*command, "--port", port], stdout=log, stderr=log, env=env)
         try:
             _wait(address, process)
             yield address
         except RuntimeError as error:
-            said.seek(0)
-            words = said.read().decode(errors="replace").strip()[-2000:]
-            raise RuntimeError(f"{' '.join(command)}: {error}\n{words}") from error
+            log.seek(0)
+            tail = log.read().decode(errors="replace").strip()[-2000:]
+            raise RuntimeError(f"{' '.join(command)}: {error}\n{tail}") from error
         finally:
             process.terminate()
             try:
@@ -137,10 +137,10 @@ Work = Callable[[httpx.AsyncClient, Any], Awaitable[None]]
 
 async def shared(address: str, clients: int, items: Iterable[Any], work: Work) -> float:
     """Let clients work, each on the next remaining item; returns seconds."""
-    left, limits = iter(items), httpx.Limits()  # none
+    queue, limits = iter(items), httpx.Limits()  # none
 
     async def some() -> None:
-        for item in left:
+        for item in queue:
             await work(client, item)
 
     async with httpx.AsyncClient(base_url=address, timeout=None, limits=limits) as client:
@@ -191,15 +191,15 @@ def load(
 ) -> None:
     """Measure each server at each load, repeatedly; every second time in reverse order."""
     folder = model or resolve_model(None, "bfloat16").source
-    mine = ["--model", folder, "--heads", heads]
+    flags = ["--model", folder, "--heads", heads]
     program = str(Path(sys.executable).with_name("transformers"))  # of the same environment
-    theirs = [program, "serve", folder, "--host", "127.0.0.1"]
+    peer = [program, "serve", folder, "--host", "127.0.0.1"]
     commands = {
-        OURS: ours(*mine),
-        PLAIN: ours(*mine, "--no-speculate"),
+        OURS: ours(*flags),
+        PLAIN: ours(*flags, "--no-speculate"),
         **({FILE: ours()} if model is None else {}),
-        THEIRS: theirs,
-        BATCHING: [*theirs, "--continuous-batching"],
+        THEIRS: peer,
+        BATCHING: [*peer, "--continuous-batching"],
     }
     prompts = lab.prompts(questions)
     plan = {count: max(requests, count) for count in lab.numbers(clients, int)}
@@ -208,15 +208,15 @@ def load(
     loads = list[Load]()
     for turn, name in lab.each(turns, "serving", "servers"):
         with served(commands[name]) as address:
-            more = {"model": folder, **STREAMED} if name in PEERS else STREAMED  # it needs a name
-            hello = [question(f"Hello, {number}.", 8, **more) for number in range(max(plan))]
+            extra = {"model": folder, **STREAMED} if name in PEERS else STREAMED  # it needs a name
+            hello = [question(f"Hello, {number}.", 8, **extra) for number in range(max(plan))]
             warm = Load(texts=max(plan))  # one-time work of a server is not measured
             loaded(address, hello, warm)
-            others = itertools.cycle(prompts)
+            texts = itertools.cycle(prompts)
             for count, number in plan.items():
-                own = [question(text, tokens, **more) for text in itertools.islice(others, number)]
+                jobs = [question(text, tokens, **extra) for text in itertools.islice(texts, number)]
                 loads.append(Load(method=name, texts=count, repeat=turn))
-                loaded(address, own, loads[-1])
+                loaded(address, jobs, loads[-1])
     summary: dict[str, Any] = {
         "servers": {name: shlex.join(command) for name, command in commands.items()},
         "prompts": len(prompts),
@@ -249,7 +249,7 @@ def loaded(address: str, asked: Sequence[Mapping[str, Any]], load: Load) -> None
 
 def ahead(loads: Sequence[Load]) -> dict[int, float]:
     """By number of clients: our tokens per second with drafts, relative to the best peer's."""
-    rates = pd.DataFrame([(one.texts, one.method, one.tokens / one.seconds) for one in loads])
+    rates = pd.DataFrame([(load.texts, load.method, load.tokens / load.seconds) for load in loads])
     best = rates.pivot_table(index=0, columns=1, values=2, aggfunc="max")
     return (best[OURS] / best.filter(PEERS).max(axis=1)).to_dict()  # type: ignore[no-any-return]
 
@@ -271,22 +271,22 @@ def equal(
 ) -> None:
     """Check that each text over HTTP equals that of `generate` alone."""
     prompts = lab.prompts(questions, limit=requests)
-    given = {"model": model, "heads": heads, "dtype": dtype}
+    settings = {"model": model, "heads": heads, "dtype": dtype}
     speculator, alone = lab.loaded(model, heads, dtype), list[Heard]()
     for prompt in lab.each(prompts, "alone", "answers"):
         alone.append(without_server(speculator, len(alone), prompt, tokens))
-    flags = [part for name, value in given.items() if value for part in (f"--{name}", value)]
-    found = []
+    flags = [part for name, value in settings.items() if value for part in (f"--{name}", value)]
+    entries = []
     with served(ours(*flags)) as address:
         for speculation in (True, False):
-            asked = address, prompts, alone, tokens, concurrency
-            found.append(compared(*asked, speculation=speculation))
-            print(found[-1], flush=True)
-    summary = {"requests": len(prompts), "concurrency": concurrency, "found": found}
-    header = [name for name in found[0] if name != "differing"]
-    rows = [[*(entry[name] for name in header), len(entry["differing"])] for entry in found]
+            arguments = address, prompts, alone, tokens, concurrency
+            entries.append(compared(*arguments, speculation=speculation))
+            print(entries[-1], flush=True)
+    summary = {"requests": len(prompts), "concurrency": concurrency, "found": entries}
+    header = [name for name in entries[0] if name != "differing"]
+    rows = [[*(entry[name] for name in header), len(entry["differing"])] for entry in entries]
     lab.finish(output, summary, lab.table([*header, "differing"], rows))
-    if any(entry["differing"] for entry in found):
+    if any(entry["differing"] for entry in entries):
         raise typer.Exit(1)
 
 
@@ -294,14 +294,14 @@ def without_server(speculator: Speculator, number: int, prompt: str, tokens: int
     options: Any = {"max_new_tokens": tokens, "speculate": False, "logprobs": 0, "do_sample": False}
     if sampled(number):
         options |= {"do_sample": True, "top_k": 0, "min_p": 0.0, "seed": number, **SAMPLED}
-    found = speculator.generate(prompt, **options)
-    words: Any = speculator.tokenizer
-    counts = {"prompt_tokens": found.stats.prompt_tokens}
+    answer = speculator.generate(prompt, **options)
+    tokenizer: Any = speculator.tokenizer
+    counts = {"prompt_tokens": answer.stats.prompt_tokens}
     return Heard(
-        text=found.text,
-        finish="stop" if found.stop_reason == "eos" else "length",
-        usage=counts | {"completion_tokens": len(found.token_ids)},
-        likely=[(words.decode([one.token]), one.logprob) for one in found.logprobs or ()],
+        text=answer.text,
+        finish="stop" if answer.stop_reason == "eos" else "length",
+        usage=counts | {"completion_tokens": len(answer.token_ids)},
+        likely=[(tokenizer.decode([one.token]), one.logprob) for one in answer.logprobs or ()],
     )
 
 
@@ -325,33 +325,33 @@ def compared(
 
     async def work(client: httpx.AsyncClient, number: int) -> None:
         nonlocal cancelled
-        more: dict[str, Any] = {"speculation": speculation, "logprobs": True}
+        fields: dict[str, Any] = {"speculation": speculation, "logprobs": True}
         if number % 2:
-            more |= STREAMED
+            fields |= STREAMED
         if sampled(number):
-            more |= {"seed": number, **SAMPLED}
-        asked = question(prompts[number], tokens, **more)
+            fields |= {"seed": number, **SAMPLED}
+        body = question(prompts[number], tokens, **fields)
         if dice.random() < 0.25:
             cancelled += 1
             with suppress(asyncio.TimeoutError):  # the client disconnects, unless it has the answer
-                await asyncio.wait_for(ask(client, asked), dice.uniform(0.05, 1.0))
-        heard[number] = await ask(client, asked)
+                await asyncio.wait_for(ask(client, body), dice.uniform(0.05, 1.0))
+        heard[number] = await ask(client, body)
 
     asyncio.run(shared(address, concurrency, order, work))
-    drafts = [one.usage.get("speculation", {}) for one in heard.values()]
+    counts = [answer.usage.get("speculation", {}) for answer in heard.values()]
     return {
         "speculation": speculation,
         "answers": len(heard),
         "sampled": sum(map(sampled, heard)),
         "streams": sum(number % 2 for number in heard),
         "cancelled": cancelled,
-        "tokens": sum(one.tokens for one in heard.values()),
-        "drafted": sum(one.get("num_draft_tokens", 0) for one in drafts),
-        "accepted": sum(one.get("num_accepted_tokens", 0) for one in drafts),
+        "tokens": sum(answer.tokens for answer in heard.values()),
+        "drafted": sum(count.get("num_draft_tokens", 0) for count in counts),
+        "accepted": sum(count.get("num_accepted_tokens", 0) for count in counts),
         "differing": {
-            number: [*alone[number].said, "over HTTP:", *one.said]
-            for number, one in sorted(heard.items())
-            if one.said != alone[number].said
+            number: [*alone[number].said, "over HTTP:", *answer.said]
+            for number, answer in sorted(heard.items())
+            if answer.said != alone[number].said
         },
     }
 

@@ -70,16 +70,16 @@ def main(
     bits: Annotated[bool, typer.Option("--bits", help="Compare logits, not times.")] = False,
 ) -> None:
     """Answer each prompt with both checkouts, by plain decoding and with the default drafts."""
-    asked = {"model": model, "dtype": dtype, "executor": executor, "threads": threads, "bits": bits}
+    setup = {"model": model, "dtype": dtype, "executor": executor, "threads": threads, "bits": bits}
     prompts = lab.prompts(suite, limit=limit)
     with ExitStack() as stack:
-        both = [stack.enter_context(version(one, asked)) for one in (before, after)]
-        found = answers(both, prompts, new_tokens)
-    unlike = different(found)
+        versions = [stack.enter_context(version(folder, setup)) for folder in (before, after)]
+        frame = answers(versions, prompts, new_tokens)
+    unlike = different(frame)
     print(unlike.to_markdown(index=False) if len(unlike) else "")
-    print(f"{len(prompts)} prompts, {dtype}: {len(unlike)} of {len(found)} answers differ")
+    print(f"{len(prompts)} prompts, {dtype}: {len(unlike)} of {len(frame)} answers differ")
     if not bits:
-        print(speeds(found).to_markdown(floatfmt=".3f"))
+        print(speeds(frame).to_markdown(floatfmt=".3f"))
     raise typer.Exit(int(len(unlike) > 0))
 
 
@@ -89,10 +89,10 @@ def version(folder: Path, asked: Mapping[str, Any]) -> Iterator[lab.Ask]:
     home = folder.resolve()
     env = os.environ | {"PYTHONPATH": str(home)}
     with lab.answering([sys.executable, "-c", ANSWERS], cwd=home, env=env) as ask:
-        said = ask(asked)
-        if Path(said["file"]).parents[1] != home:
-            raise InvalidOption(f"{sys.executable} takes selfspec from {said['file']}, not {home}")
-        print(f"{folder}: {said['executor']}")
+        facts = ask(asked)
+        if Path(facts["file"]).parents[1] != home:
+            raise InvalidOption(f"{sys.executable} takes selfspec from {facts['file']}, not {home}")
+        print(f"{folder}: {facts['executor']}")
         yield ask
 
 
@@ -102,11 +102,11 @@ def answers(versions: Sequence[lab.Ask], prompts: Sequence[str], count: int) -> 
     for prompt in lab.each(prompts, "ask", "prompts"):
         for way, options in WAYS.items():
             request = {"prompt": prompt, "max_new_tokens": count, "do_sample": False} | options
-            said = {SIDES[at]: versions[at](request) for at in dice.sample(range(2), 2)}
-            one, other = (said[side] for side in SIDES)
-            parts = [part for part in ("ids", "logits", "counts") if one[part] != other[part]]
+            replies = {SIDES[at]: versions[at](request) for at in dice.sample(range(2), 2)}
+            first, second = (replies[side] for side in SIDES)
+            parts = [part for part in ("ids", "logits", "counts") if first[part] != second[part]]
             row: dict[str, Any] = {"prompt": prompt, "way": way, "differ": ", ".join(parts)}
-            for side, answer in said.items():
+            for side, answer in replies.items():
                 row |= {side: answer["seconds"], f"{side}_tokens": len(answer["ids"])}
             rows.append(row)
     return pd.DataFrame(rows)
@@ -121,11 +121,11 @@ def different(found: pd.DataFrame) -> pd.DataFrame:
 def speeds(found: pd.DataFrame) -> pd.DataFrame:
     """By way: medians of tokens per second, and the speed-up of the second over the first."""
     rows = {}
-    for way, own in found.groupby("way", sort=False):
-        gain = speed_up(own.before, own.after)
-        rates = {f"{one}, tokens/s": (own[f"{one}_tokens"] / own[one]).median() for one in SIDES}
+    for way, runs in found.groupby("way", sort=False):
+        gain = speed_up(runs.before, runs.after)
+        rates = {f"{one}, tokens/s": (runs[f"{one}_tokens"] / runs[one]).median() for one in SIDES}
         ends = {"ratio": gain.ratio, "low": gain.low, "high": gain.high}
-        rows[way] = rates | ends | {"median ratio": (own.before / own.after).median()}
+        rows[way] = rates | ends | {"median ratio": (runs.before / runs.after).median()}
     return pd.DataFrame(rows).T
 
 

@@ -51,11 +51,11 @@ def main(
     ratio: Annotated[float, typer.Option(help="Largest share of the layers to skip.")] = 0.45,
 ) -> None:
     speculator = lab.loaded(heads="none", dtype=dtype)
-    asked = lab.prompts(suite, questions, limit)
+    prompts = lab.prompts(suite, questions, limit)
     with torch.inference_mode():
-        answers = [written(speculator, turn, new_tokens) for turn in lab.each(asked, "answers")]
+        answers = [written(speculator, turn, new_tokens) for turn in lab.each(prompts, "answers")]
         best = path(speculator, answers, int(ratio * speculator.backbone.num_layers))
-    rows = [[*(f"{one:.3f}" for one in found[:3]), as_word(found.skipped)] for found in best]
+    rows = [[*(f"{figure:.3f}" for figure in found[:3]), as_word(found.skipped)] for found in best]
     chosen, tokens = max(best), sum(count for _, count in answers)
     summary: dict[str, Any] = {"questions": len(answers), "tokens": tokens}
     summary |= {"sizes": [found._asdict() for found in best], "skipped": chosen.skipped}
@@ -67,23 +67,23 @@ def main(
 def written(speculator: Speculator, prompt: str, count: int) -> tuple[DecodeState, int]:
     """The state after a prompt and its answer by all layers, and the number of answer tokens."""
     request = greedy_request(speculator, prompt, count)
-    asked, options = request.only(), replace(request.speculation, speculate=False)
+    plain, options = request.only(), replace(request.speculation, speculate=False)
     kv = KVCache(speculator.backbone.num_layers)  # an engine reuses its own pages for other texts
-    running = speculator.engine().add(replace(asked, kv=kv), options)
-    made = [token for entry in running for token in entry.tokens]
-    return running.state, len(made)
+    running = speculator.engine().add(replace(plain, kv=kv), options)
+    tokens = [token for entry in running for token in entry.tokens]
+    return running.state, len(tokens)
 
 
 def path(
     speculator: Speculator, answers: Sequence[tuple[DecodeState, int]], most: int
 ) -> list[Found]:
     """The best set of each size up to `most`, found greedily. Layer 1 is never skipped."""
-    best, had = list[Found](), set[int]()
+    best, chosen = list[Found](), set[int]()
     for _ in lab.each(range(most), "sizes", "sizes"):
-        others = {*range(2, speculator.backbone.num_layers + 1)} - had
-        tried = (tuple(sorted({*had, one})) for one in others)
-        best.append(max(worth(speculator, answers, skipped) for skipped in tried))
-        had = {*best[-1].skipped}
+        others = {*range(2, speculator.backbone.num_layers + 1)} - chosen
+        candidates = (tuple(sorted({*chosen, layer})) for layer in others)
+        best.append(max(worth(speculator, answers, skipped) for skipped in candidates))
+        chosen = {*best[-1].skipped}
     return best
 
 
@@ -95,9 +95,9 @@ def worth(
     cost = replace(cost, token=token_cost_without(skipped, backbone))
     tokens = steps = hits = 0.0
     for state, count in answers:
-        said = run_alone(drafted_again(state, skipped, count)).logits.softmax(-1).max(-1)
-        right = (said.indices == state.ids[0, -count:]).tolist()
-        for drafted, kept in rounds(right, said.values.tolist()):
+        guesses = run_alone(drafted_again(state, skipped, count)).logits.softmax(-1).max(-1)
+        right = (guesses.indices == state.ids[0, -count:]).tolist()
+        for drafted, kept in rounds(right, guesses.values.tolist()):
             tokens += kept + 1
             steps += cost.steps([(SKIP, 0)] * drafted)
         hits += sum(right)
@@ -106,15 +106,15 @@ def worth(
 
 def rounds(right: Sequence[bool], sure: Sequence[float]) -> list[tuple[int, int]]:
     """Tokens drafted and kept in each round, if drafts are as `right` and `sure` say."""
-    found, at = [], 0
+    counts, at = [], 0
     while at < len(right):
         most = min(RULE.max_tokens, len(right) - at)
         unsure = (n + 1 for n in range(most) if sure[at + n] < RULE.threshold)
         drafted = next(unsure, most)
         kept = next((n for n in range(drafted) if not right[at + n]), drafted)
-        found.append((drafted, kept))
+        counts.append((drafted, kept))
         at += kept + 1
-    return found
+    return counts
 
 
 if __name__ == "__main__":

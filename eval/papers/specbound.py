@@ -68,7 +68,7 @@ def main(
     in a model of 7B parameters.
     """
     base = lab.loaded(model, dtype=dtype, executor="generic")
-    questions, found = lab.first_turns(suite, None, limit), list[dict[str, Any]]()
+    questions, rows = lab.first_turns(suite, None, limit), list[dict[str, Any]]()
     options = BenchOptions(suite=suite, max_new_tokens=max_new_tokens, repeats=repeats, seed=seed)
     drafts, shares = lab.numbers(max_draft_tokens, int), lab.numbers(wrong_shares, float)
     dials = list(starmap(Dial, product(drafts, shares)))
@@ -77,8 +77,8 @@ def main(
         folder = output / f"{extra}-layers-more"
         ways = [lab.PLAIN, *(dial.turned(head) for dial in dials)]
         answers = lab.benched(folder, speculator, questions, ways, options)
-        found += points(answers, dials, layers / (layers + extra))
-    lab.finish(output, {"points": found}, f"{NOTE}\n" + as_table(pd.DataFrame(found)))
+        rows += points(answers, dials, layers / (layers + extra))
+    lab.finish(output, {"points": rows}, f"{NOTE}\n" + as_table(pd.DataFrame(rows)))
 
 
 # --- a model whose first layers decide the answer
@@ -147,9 +147,9 @@ class Dial(NamedTuple):
         return f"{self.drafts} drafts, {self.wrong_share:g} wrong"
 
     def turned(self, head: DialledHead) -> Contender:
-        def decode(*asked: Any) -> Written:
+        def decode(*inputs: Any) -> Written:
             head.wrong_share = self.wrong_share
-            return on_our_runtime(*asked)
+            return on_our_runtime(*inputs)
 
         setting = {"drafter": f"exit:max_tokens={self.drafts}"}
         return Contender(label=self.label, method="speculation", setting=setting, by=decode)
@@ -172,8 +172,8 @@ def rig(
     # every token reaches this threshold, so all drafts come from the one exit
     options = SpeculationOptions(exit=Exit(threshold=1e-6), never_slower=False)
     plain = Speculator(backbone, base.tokenizer, None, base.label, options)
-    asked: Any = {"max_new_tokens": new_tokens, "do_sample": False, "speculate": False}
-    texts = (plain.generate(question.turns[0], **asked).token_ids for question in questions)
+    keywords: Any = {"max_new_tokens": new_tokens, "do_sample": False, "speculate": False}
+    texts = (plain.generate(question.turns[0], **keywords).token_ids for question in questions)
     used = set(itertools.chain.from_iterable(texts))
     others = range(max(0, min(draft_vocab_size, backbone.vocab_size) - len(used)))
     ids, unembedding = torch.tensor(sorted(used | {*others})), backbone.unembedding
@@ -200,20 +200,20 @@ def points(
     by_prompt = runs.groupby(["method", "id"])
     seconds = by_prompt.behind_s.median().groupby("method").sum()
     equal = by_prompt.equal.all().groupby("method").sum()
-    plain_s, d, found = seconds[lab.PLAIN.label], depth_ratio, []
+    plain_s, d, rows = seconds[lab.PLAIN.label], depth_ratio, []
     step = plain_s / sum(answer.new_tokens - 1 for answer in answers if answer.repeat == 1)
     for dial in dials:
-        own = [answer.runs[dial.label] for answer in answers]
-        passes = [entry for run in own for entry in rounds(run, dial.drafts)]
+        dial_runs = [answer.runs[dial.label] for answer in answers]
+        passes = [entry for run in dial_runs for entry in rounds(run, dial.drafts)]
         tried = sum(min(kept + 1, drafts) for drafts, kept in passes)
         accepted = sum(kept for _, kept in passes)
-        heads_s = sum(run.counts["seconds"]["heads"] for run in own)
+        heads_s = sum(run.counts["seconds"]["heads"] for run in dial_runs)
         a, head = accepted / tried, heads_s / sum(drafts for drafts, _ in passes) / step
         tokens = sum(lab.expected_tokens(a, k) for k, _ in passes)
         # without drafts the newest token's row still runs through the shallow layers
         cost = sum(round_cost(k, d, rows=max(k, 1)) for k, _ in passes)
         complete = sum(round_cost(k, d, rows=k + 1, head=head) for k, _ in passes)
-        found.append(
+        rows.append(
             {
                 "depth_ratio": d,
                 "max_draft_tokens": dial.drafts,
@@ -227,16 +227,16 @@ def points(
                 "complete_formula": tokens / complete,
             }
         )
-    return found
+    return rows
 
 
 def rounds(run: Run, most: int) -> Iterator[tuple[int, int]]:
     """Yield the drafts of each round and how many were kept; a text's last round has fewer."""
     counts = [count for count, _ in run.arrivals[1:]]
-    left = sum(counts)
+    remaining = sum(counts)
     for count in counts:
-        yield min(most, left - 1), count - 1
-        left -= count
+        yield min(most, remaining - 1), count - 1
+        remaining -= count
 
 
 def round_cost(drafts: int, depth_ratio: float, *, rows: int, head: float = 0.0) -> float:
@@ -247,10 +247,10 @@ def round_cost(drafts: int, depth_ratio: float, *, rows: int, head: float = 0.0)
 def as_table(points: pd.DataFrame) -> str:
     names = {"depth_ratio": "D / L", "max_draft_tokens": "k", "acceptance": "a"}
     names |= {"compression_rate": "CR", "speed_up": "measured", "equal_texts": "equal texts"}
-    shown = points.rename(columns=names)
+    frame = points.rename(columns=names)
     for name in ("formula", "complete_formula"):
-        shown[f"measured / {name}"] = points.speed_up / points[name]
-    return f"{shown.to_markdown(index=False, floatfmt='.2f')}\n"
+        frame[f"measured / {name}"] = points.speed_up / points[name]
+    return f"{frame.to_markdown(index=False, floatfmt='.2f')}\n"
 
 
 if __name__ == "__main__":
