@@ -82,16 +82,16 @@ def test_a_model_spread_over_two_devices_writes_the_same_texts(attn: str, tmp_pa
         dispatch_model(model, places, main_device=FIRST, offload_dir=tmp_path)
         backbone, drafting = Backbone(model), Backbone(second)
         assert (backbone.device, backbone.executor_name) == (FIRST, "generic")
-    for drafter, heads, asked in ON_TWO_DEVICES[2 if attn == "eager" else 0 :]:
+    for drafter, heads, keywords in ON_TWO_DEVICES[2 if attn == "eager" else 0 :]:
         options = SpeculationOptions(never_slower=False).updated({"costs": "row=0,head=0"})
         with stand_ins():
-            own = heads(backbone) if callable(heads) else find_heads(backbone, heads, "tiny")
+            fitted = heads(backbone) if callable(heads) else find_heads(backbone, heads, "tiny")
             options = options.updated({"drafter": drafter})
-            speculator = Speculator(backbone, None, own, "tiny", options, drafting)
-            found = speculator.generate(ids, max_new_tokens=8, **asked)
-        alike = {name: asked[name] for name in asked if name != "controller"}
-        assert found.token_ids == plain.generate(ids, max_new_tokens=8, **alike).token_ids
-        assert found.stats.drafted > 0, drafter
+            speculator = Speculator(backbone, None, fitted, "tiny", options, drafting)
+            answer = speculator.generate(ids, max_new_tokens=8, **keywords)
+        common = {name: keywords[name] for name in keywords if name != "controller"}
+        assert answer.token_ids == plain.generate(ids, max_new_tokens=8, **common).token_ids
+        assert answer.stats.drafted > 0, drafter
 
 
 def test_wrapping_and_generating_leave_the_model_unchanged() -> None:
@@ -128,11 +128,11 @@ def test_no_executor_runs_dropout() -> None:
 )
 def test_a_decoder_with_extra_steps_near_or_far_is_refused(first: int, where: str) -> None:
     model: Any = make_model("llama")
-    whole, embed = model.model.forward, model.model.embed_tokens
+    original, embed = model.model.forward, model.model.embed_tokens
 
-    def forward(input_ids: Tensor, position_ids: Tensor, **more: Any) -> Any:
-        more["inputs_embeds"] = embed(input_ids) * (2 if int(position_ids.max()) >= first else 1)
-        return whole(position_ids=position_ids, **more)
+    def forward(input_ids: Tensor, position_ids: Tensor, **inputs: Any) -> Any:
+        inputs["inputs_embeds"] = embed(input_ids) * (2 if int(position_ids.max()) >= first else 1)
+        return original(position_ids=position_ids, **inputs)
 
     model.model.forward = forward
     with pytest.raises(UnsupportedModel, match=where):
@@ -221,9 +221,9 @@ def test_unsupported_models_are_refused_with_a_reason(made: Callable[[], Any], w
 def same_as_the_model(model: Any, **options: Any) -> Backbone:
     """Check that the answer of `model` is Hugging Face's; return its backbone."""
     speculator, ids = wrap(model, **options), random_ids(9)
-    found = speculator.generate(ids, max_new_tokens=12).token_ids
+    tokens = speculator.generate(ids, max_new_tokens=12).token_ids
     expected = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
-    assert found == expected[0, 9:].tolist()
+    assert tokens == expected[0, 9:].tolist()
     return speculator.backbone
 
 
@@ -235,7 +235,7 @@ FAILURES: list[tuple[Any, str, Any, str]] = [
     (
         FusedExecutor,
         "unembed",
-        lambda *asked: (None, UNEMBED(*asked)[1] * 1.001),
+        lambda *args: (None, UNEMBED(*args)[1] * 1.001),
         "logits come out",
     ),
 ]
@@ -266,9 +266,9 @@ class Hidden(Tensor):
         if called in (torch.cat, torch.stack, Tensor.__getitem__):
             raise NotImplementedError(f"{called} of hidden weights")
         with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
-            found = called(*args, **kwargs or {})
+            output = called(*args, **kwargs or {})
         itself = Tensor.detach, Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor
-        return found.as_subclass(cls) if called in itself else found
+        return output.as_subclass(cls) if called in itself else output
 
 
 def hide(layer: Any) -> None:
@@ -321,30 +321,30 @@ def test_heads_are_refused_if_their_inputs_are_offloaded(part: str) -> None:
 
 @pytest.mark.parametrize("how", ["compile", "optimized", "forward"])
 def test_a_compiled_model_runs_uncompiled_and_stays_compiled(how: str) -> None:
-    own: Any = make_model("llama", num_hidden_layers=2)
+    inner: Any = make_model("llama", num_hidden_layers=2)
     if how == "compile":
-        own.compile(backend="eager")
+        inner.compile(backend="eager")
     if how == "forward":
-        own.forward = graphless(own.forward)
-    model: Any = graphless(own) if how == "optimized" else own
-    before, graphs, ids = dict(vars(own)), counters["stats"]["unique_graphs"], random_ids(9)
+        inner.forward = graphless(inner.forward)
+    model: Any = graphless(inner) if how == "optimized" else inner
+    attributes, graphs, ids = dict(vars(inner)), counters["stats"]["unique_graphs"], random_ids(9)
     speculator = wrap(model, heads="none", drafter="ngram")
-    found = speculator.generate(ids, max_new_tokens=6).token_ids
-    inside = graphless(lambda: speculator.generate(ids, max_new_tokens=6))
-    assert inside().token_ids == found
-    assert (vars(own), counters["stats"]["unique_graphs"]) == (before, graphs)
+    tokens = speculator.generate(ids, max_new_tokens=6).token_ids
+    compiled = graphless(lambda: speculator.generate(ids, max_new_tokens=6))
+    assert compiled().token_ids == tokens
+    assert (vars(inner), counters["stats"]["unique_graphs"]) == (attributes, graphs)
     loop: Any = speculator.hf()
-    assert model.generate(ids, custom_generate=loop, max_new_tokens=6)[0, 9:].tolist() == found
+    assert model.generate(ids, custom_generate=loop, max_new_tokens=6)[0, 9:].tolist() == tokens
 
 
 def test_models_with_extra_tokens_are_refused_by_name() -> None:
     """Prompt tuning puts its own vectors before the text."""
     model: Any = make_model("llama")
-    whole = model.forward
+    original = model.forward
 
     def prompted(ids: Tensor, position_ids: Any, **cache: Any) -> Any:
         rows = torch.cat([torch.ones(1, 5, 32), model.model.embed_tokens(ids)], dim=1)
-        return whole(inputs_embeds=rows, **cache)
+        return original(inputs_embeds=rows, **cache)
 
     model.forward = prompted
     with pytest.raises(UnsupportedModel, match=r"runs 12 rows for 7 tokens.*own generate"):

@@ -36,8 +36,8 @@ class Gated(LlamaMLP):
     """An MLP that also doubles its result, but only if an input is large."""
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = super().forward(x)
-        return found * 2 if float(x.abs().max()) > 1e3 else found
+        output: Tensor = super().forward(x)
+        return output * 2 if float(x.abs().max()) > 1e3 else output
 
 
 def branches(self: Any, x: Tensor) -> Tensor:
@@ -50,8 +50,8 @@ def mlp(model: Any) -> Any:
 
 
 def _replaced(model: Any) -> None:
-    own = mlp(model)
-    own.forward = lambda hidden: LlamaMLP.forward(own, hidden)
+    module = mlp(model)
+    module.forward = lambda hidden: LlamaMLP.forward(module, hidden)
 
 
 def _capped(model: Any) -> None:
@@ -122,10 +122,10 @@ def test_hooks_of_all_modules_count(model: Any) -> None:
 
 @needs_compiler
 def test_an_executor_wrong_at_far_positions_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Rotations.at
+    original = Rotations.at
 
     def far(self: Any, rows: Tensor, spans: Sequence[Span], offset: int) -> list[Tensor]:
-        (turns,) = right(self, rows, spans, offset)
+        (turns,) = original(self, rows, spans, offset)
         return [turns.conj().resolve_conj() if spans[0].positions[-1] >= 200 else turns]
 
     Backbone(make_model("llama"), executor="fused")

@@ -65,8 +65,8 @@ def test_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "echo a compiler")
     assert compiler.version() == "a compiler --version"
     assert origin() == "here, by a compiler --version"
-    for words in ("no-such-compiler", "c++ '"):
-        monkeypatch.setenv("CXX", words)
+    for command in ("no-such-compiler", "c++ '"):
+        monkeypatch.setenv("CXX", command)
         assert origin() is None
     monkeypatch.setenv("CXX", " ")
     assert compiler.command() == ["c++"]
@@ -80,25 +80,25 @@ def test_a_missing_compiler_is_logged_once(
     for _ in range(2):
         with pytest.raises(ValueError, match="compiler no-such-compiler"):
             compiled(source, NUMBER)
-    (said,) = caplog.messages
-    assert "compiler no-such-compiler. The model's own modules run: slower" in said
-    assert said.endswith("Install a wheel that brings compiled code, or g++ 11 or newer")
+    (message,) = caplog.messages
+    assert "compiler no-such-compiler. The model's own modules run: slower" in message
+    assert message.endswith("Install a wheel that brings compiled code, or g++ 11 or newer")
 
 
 @needs_compiler
 @pytest.mark.parametrize("mask", [0o022, 0o002])  # the second leaves folders open to the group
 def test_a_file_is_compiled_once(mask: int, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = os.umask(mask)
+    umask = os.umask(mask)
     try:
         assert compiled(source, NUMBER).answer() == 42
     finally:
-        os.umask(before)
-    made = list(cache_folder().rglob("*"))
+        os.umask(umask)
+    files = list(cache_folder().rglob("*"))
     monkeypatch.setattr(compiler, "make_library", None)
     assert compiled(source, NUMBER).answer() == 42
     with pytest.raises(TypeError):
         compiled(source, "-DNUMBER=43")
-    assert list(cache_folder().rglob("*")) == made
+    assert list(cache_folder().rglob("*")) == files
 
 
 @needs_compiler
@@ -108,11 +108,11 @@ def test_a_truncated_library_is_compiled_again(left: float, source: Path) -> Non
     library = cache_folder() / "compiled" / library_name(source, NUMBER, target)
     library.parent.mkdir(mode=0o700, parents=True)
     make_library(library, source, NUMBER, target)
-    whole = library.stat().st_size
-    os.truncate(library, int(whole * left))
+    size = library.stat().st_size
+    os.truncate(library, int(size * left))
     library.chmod(0o600)
     assert compiled(source, NUMBER).answer() == 42
-    assert library.stat().st_size == whole
+    assert library.stat().st_size == size
 
 
 def as_somebody(path: Path) -> None:
@@ -154,11 +154,11 @@ def test_code_open_to_others_is_not_loaded(source: Path, caplog: pytest.LogCaptu
     library.chmod(0o600)
     assert compiled(source, NUMBER).answer() == 13  # no other user can have put it there
     library.parent.chmod(0o777)
-    before = snapshot(cache_folder())
+    content = snapshot(cache_folder())
     for _ in range(2):
         assert compiled(source, NUMBER).answer() == 42
     assert len([text for text in caplog.messages if "others can change" in text]) == 1
-    assert snapshot(cache_folder()) == before
+    assert snapshot(cache_folder()) == content
 
 
 @needs_compiler
@@ -203,10 +203,10 @@ def test_threads_are_those_of_the_runtime_that_torch_loaded(source: Path) -> Non
           return all;
         }"""
     source.write_text(text, encoding="utf-8")
-    before = runtimes()
+    loaded = runtimes()
     torch.set_num_threads(3)
     assert compiled(source, NUMBER).threads() == 3
-    assert runtimes() == before
+    assert runtimes() == loaded
 
 
 # --- taken from the wheel
@@ -215,8 +215,8 @@ def test_threads_are_those_of_the_runtime_that_torch_loaded(source: Path) -> Non
 @needs_a_fitting_target
 def test_a_prebuilt_library_precedes_the_compiler_and_the_fastest_comes_first(source: Path) -> None:
     for target in FITTING[::-1]:
-        made = prebuild(source, target)
-        assert compiled(source, NUMBER)._name == str(made)
+        library = prebuild(source, target)
+        assert compiled(source, NUMBER)._name == str(library)
     assert not cache_folder().exists()
 
 
@@ -246,9 +246,9 @@ def test_a_prebuilt_library_that_does_not_fit_is_skipped(
     elif wrong == "file":
         library.write_bytes(b"\x7fELF of a newer system")
     with caplog.at_level(logging.DEBUG, logger=weights.__name__):
-        found = compiled(source, NUMBER)
-    assert found.answer() == 42
-    assert Path(found._name).is_relative_to(cache_folder())
+        code = compiled(source, NUMBER)
+    assert code.answer() == 42
+    assert Path(code._name).is_relative_to(cache_folder())
     assert re.search(why, caplog.text)
 
 
@@ -293,14 +293,14 @@ def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, interface.__name__, interface)
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.delitem(sys.modules, "hatch_build", raising=False)
-    made = importlib.import_module("hatch_build").CompiledLibraries()
-    made.root = str(tmp_path)
+    build_hook = importlib.import_module("hatch_build").CompiledLibraries()
+    build_hook.root = str(tmp_path)
     folder = tmp_path / "selfspec" / "model"
     (folder / "kernels").mkdir(parents=True)
     shutil.copy(compiler.__file__, folder)
     text = 'extern "C" int answer() { return 40 + BFLOAT16; }'
     (folder / "kernels" / SOURCE.name).write_text(text, encoding="utf-8")
-    return made
+    return build_hook
 
 
 @needs_a_fitting_target
@@ -313,11 +313,11 @@ def test_a_wheel_has_a_library_for_every_kind_of_processor(
     assert len(files) == len(MACROS) * len(OURS)
     assert data["tag"] == f"py3-none-linux_{platform.machine()}"
     assert not data["pure_python"]
-    for made, inside in files.items():
+    for library, inside in files.items():
         (tmp_path / inside).parent.mkdir(exist_ok=True)
-        shutil.copy(made, tmp_path / inside)
+        shutil.copy(library, tmp_path / inside)
     hook.finalize("standard", data, "")
-    assert not any(Path(made).exists() for made in files)
+    assert not any(Path(library).exists() for library in files)
     monkeypatch.setenv("CXX", "false")
     installed = tmp_path / "selfspec" / "model" / "kernels"
     assert compiled(installed / SOURCE.name, MACROS[1]).answer() == 41
@@ -367,7 +367,7 @@ class Machine:
 
     def run(self, seconds: float) -> list[int]:
         """Run rounds of one pass each; return torch's number of threads in each."""
-        before = len(self.used)
+        start = len(self.used)
         end = self.wall_s + seconds
         while self.wall_s < end:
             with self.team.limited(), self.team.measured():
@@ -375,7 +375,7 @@ class Machine:
                 self.used.append(threads)
                 self.wall_s += self.pass_s
                 self.processor_s += self.pass_s * min(threads, self.cores - self.others)
-        return self.used[before:]
+        return self.used[start:]
 
 
 @pytest.fixture
@@ -401,8 +401,8 @@ def test_on_a_busy_machine_fewer_threads_run_and_seldom_try_more(
     used = machine.run(2000 * pass_s)
     assert used[0] == cores
     assert used[10] == left
-    tried = used[len(used) // 2 :].count(cores) / (len(used) / 2)  # looking for a free core
-    assert tried == 1 if left == cores else 0 < tried < 0.06
+    share = used[len(used) // 2 :].count(cores) / (len(used) / 2)  # looking for a free core
+    assert share == 1 if left == cores else 0 < share < 0.06
 
 
 def test_a_limit_of_cores_is_kept_and_a_busy_machine_is_logged(

@@ -50,7 +50,7 @@ def behind(kv: KVCache, layer: int, count: int) -> Rows:
 def copied(kv: KVCache) -> KVCache:
     copy = KVCache(kv.num_layers)
     copy.extend(kv.length(0), 0, kv.num_layers)
-    buffers = [[held.clone() for held in every] for every in (kv._keys, kv._values)]  # type: ignore[union-attr]
+    buffers = [[buffer.clone() for buffer in layers] for layers in (kv._keys, kv._values)]  # type: ignore[union-attr]
     copy.move_to(*buffers)
     return copy
 
@@ -72,23 +72,23 @@ def test_replays_give_the_bits_of_the_models_own_layers(family: str, dtype: torc
     fixed = KVCache(6, slots=256)
     hidden = backbone.embed(random_ids(PREFIX + 9)[0])
     backbone.own.run(hidden[:PREFIX], 0, 6, behind(fixed, 0, PREFIX))
-    ours = copied(fixed)
+    kv = copied(fixed)
     at = PREFIX
     for count, padded in ((1, 1), (3, 4), (1, 1), (4, 4)):
         block = hidden[at : at + count]
         for first, last in ((0, 2), (2, 6)):
             wide = torch.nn.functional.pad(block, (0, 0, 0, padded - count))
-            places = behind(fixed, first, padded)
-            expected = backbone.own.run(wide, first, last, places)[:count]
+            rows = behind(fixed, first, padded)
+            expected = backbone.own.run(wide, first, last, rows)[:count]
             fixed.truncate(at + count, first, last)
-            found = backbone.run(block, first, last, behind(ours, first, count))
-            assert torch.equal(found, expected)
-            block = found
+            output = backbone.run(block, first, last, behind(kv, first, count))
+            assert torch.equal(output, expected)
+            block = output
         wide = torch.nn.functional.pad(block, (0, 0, 0, padded - count))
         expected = backbone.finish(backbone.own.unembed(wide)[1])[:count]
         assert torch.equal(backbone.logits(block), expected)
         at += count
-        assert {ours.length(layer) for layer in range(6)} == {at}
+        assert {kv.length(layer) for layer in range(6)} == {at}
 
 
 @pytest.mark.parametrize(
@@ -104,20 +104,20 @@ def test_drafts_do_not_change_one_bit_of_a_logit(family: str, dtype: torch.dtype
 def test_trees_and_chains_share_a_graph() -> None:
     """A tree of seven rows, kept in part, then a chain, then another tree."""
     backbone = recorded("mistral", torch.float64)
-    executor, own, ours, theirs = executor_of(backbone), backbone.own, KVCache(6), KVCache(6)
+    executor, own, graph_kv, own_kv = executor_of(backbone), backbone.own, KVCache(6), KVCache(6)
     hidden, at = backbone.embed(random_ids(PREFIX + 30)[0]), PREFIX
-    for kv in (ours, theirs):
+    for kv in (graph_kv, own_kv):
         own.run(hidden[:at], 0, 6, behind(kv, 0, at))
-    before = {*executor.replays._graphs}
+    graphs = {*executor.replays._graphs}
     for parents in ((-1, -1, 0, 0, 1, 3, 3), None, (-1, 0, -1, 2, 1, 4, 4)):
         block = hidden[at : at + 7]
-        rows = [Rows.of(kv, at, 7, torch.device("cpu"), parents) for kv in (ours, theirs)]
-        found, expected = backbone.run(block, 0, 6, rows[0]), own.run(block, 0, 6, rows[1])
-        assert (found - expected).abs().max() < 1e-13
-        for kv in (ours, theirs):
+        rows = [Rows.of(kv, at, 7, torch.device("cpu"), parents) for kv in (graph_kv, own_kv)]
+        output, expected = backbone.run(block, 0, 6, rows[0]), own.run(block, 0, 6, rows[1])
+        assert (output - expected).abs().max() < 1e-13
+        for kv in (graph_kv, own_kv):
             kv.keep(at, (0, 3) if parents else (0, 1))
         at += 2
-    assert executor.replays._graphs.keys() == before
+    assert executor.replays._graphs.keys() == graphs
 
 
 @torch.inference_mode()
@@ -129,8 +129,8 @@ def test_layers_share_a_compiled_graph_and_their_results_stay(family: str) -> No
     counters.clear()
     executor.start_capture(lambda: cuda_graph.uncaptured, "aot_eager")
     assert counters["stats"]["unique_graphs"] in (2, 3)  # one row, and more rows
-    for found, right in zip(executor._trial(), expected, strict=True):
-        assert (found - right).abs().max() < 1e-12
+    for output, reference in zip(executor._trial(), expected, strict=True):
+        assert (output - reference).abs().max() < 1e-12
 
 
 def test_layers_that_cannot_be_compiled_run_uncompiled(caplog: pytest.LogCaptureFixture) -> None:
@@ -155,11 +155,11 @@ def test_eight_texts_in_turn_keep_their_slots(
     four = 4.5 * executor_of(backbone)._slots.size_of(1, 1024)
     moved = noted(monkeypatch, KVCache, "move_to", lambda *_: None)
 
-    def no_room(held: StaticSlots, lanes: int, slots: int) -> None:
-        grow(held, 0, slots)
+    def no_room(store: StaticSlots, lanes: int, slots: int) -> None:
+        grow(store, 0, slots)
         if lanes > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        grow(held, 1, slots)
+        grow(store, 1, slots)
 
     if room == "none":
         monkeypatch.setattr(StaticSlots, "grow", no_room)
@@ -167,13 +167,13 @@ def test_eight_texts_in_turn_keep_their_slots(
         slots = executor_of(backbone)._slots
         free: Any = lambda _: 2 * four - slots.size_of(slots.lanes, slots.slots)  # noqa: E731
         monkeypatch.setattr(cuda_graph, "free_bytes", free)
-    texts, theirs = ([KVCache(6) for _ in range(count)] for _ in range(2))
+    kvs, own_kvs = ([KVCache(6) for _ in range(count)] for _ in range(2))
     for rows in backbone.embed(random_ids(3 * count)[0]).split(count):
         moved.clear()  # in the last round the number of lanes is at its maximum
-        for row, kv, own in zip(rows.split(1), texts, theirs, strict=True):
-            found = backbone.run(row, 0, 6, behind(kv, 0, 1))
-            expected = backbone.own.run(row, 0, 6, behind(own, 0, 1))
-            assert (found - expected).abs().max() < 1e-3
+        for row, kv, own_kv in zip(rows.split(1), kvs, own_kvs, strict=True):
+            output = backbone.run(row, 0, 6, behind(kv, 0, 1))
+            expected = backbone.own.run(row, 0, 6, behind(own_kv, 0, 1))
+            assert (output - expected).abs().max() < 1e-3
     assert len(moved) == moves
 
 
@@ -186,7 +186,7 @@ def test_rows_of_many_texts_share_a_graph(family: str) -> None:
     # assumed here, even if this processor's kernels do not keep their bits
     executor._alike, executor.claims = 8, replace(executor.claims, joins=True)
     vars(backbone)["runs_many"] = True
-    ours, theirs = ([KVCache(6) for _ in range(20)] for _ in range(2))
+    graph_kvs, own_kvs = ([KVCache(6) for _ in range(20)] for _ in range(2))
     tree, replays = (-1, -2, 0, 0), list[int]()
     calls: list[dict[int, Any]] = [  # number of rows per text, or their parents
         {0: 30},  # prompts run as they are
@@ -200,21 +200,21 @@ def test_rows_of_many_texts_share_a_graph(family: str) -> None:
     ]
     for call in calls:
         rows, expected = list[Rows](), list[Tensor]()
-        counts = [len(one) if isinstance(one, tuple) else one for one in call.values()]
+        counts = [len(entry) if isinstance(entry, tuple) else entry for entry in call.values()]
         hidden = backbone.embed(random_ids(sum(counts), seed=len(replays))[0])
         for text, count, block in zip(call, counts, hidden.split(counts), strict=True):
             parents = call[text] if isinstance(call[text], tuple) else None
-            at, alone = ours[text].length(), torch.device("cpu")
-            rows.append(Rows.of(ours[text], at, count, alone, parents))
-            own = Rows.of(theirs[text], at, count, alone, parents)
-            expected.append(backbone.own.run(block, 0, 6, own))
+            at, device = graph_kvs[text].length(), torch.device("cpu")
+            rows.append(Rows.of(graph_kvs[text], at, count, device, parents))
+            own_rows = Rows.of(own_kvs[text], at, count, device, parents)
+            expected.append(backbone.own.run(block, 0, 6, own_rows))
         with pytest.MonkeyPatch.context() as patch:
             keys = noted(patch, Replays, "run", lambda _, key, *__: isinstance(key, Segment))
-            found = backbone.run(hidden, 0, 6, Rows.joined(rows))
+            output = backbone.run(hidden, 0, 6, Rows.joined(rows))
         replays.append(sum(keys))
         # Gemma 2's probabilities are float32
-        assert (found - torch.cat(expected)).abs().max() < (1e-5 if family == "gemma2" else 1e-13)
-        for kv in (ours[1], theirs[1]):
+        assert (output - torch.cat(expected)).abs().max() < (1e-5 if family == "gemma2" else 1e-13)
+        for kv in (graph_kvs[1], own_kvs[1]):
             if call.get(1) == tree:
                 kv.keep(kv.length() - 4, (0, 3))
     # a text with more rows than keep their bits runs by itself
@@ -266,14 +266,14 @@ def test_slots_grow_and_segments_are_captured_anew(monkeypatch: pytest.MonkeyPat
     sizes = []
     # then a short text: segments captured for smaller slots must not be used
     for ids in (random_ids(MAX_POSITIONS), random_ids(40, seed=1)):
-        theirs, ours = KVCache(6), KVCache(6)
+        own_kv, graph_kv = KVCache(6), KVCache(6)
         with torch.inference_mode():
             for block in filter(len, ids[0].tensor_split(BLOCKS)):
                 count, hidden = len(block), backbone.embed(block)
-                expected = backbone.run(hidden, 0, 6, behind(theirs, 0, count))
-                found = executor.run(hidden, 0, 6, behind(ours, 0, count))
+                expected = backbone.run(hidden, 0, 6, behind(own_kv, 0, count))
+                output = executor.run(hidden, 0, 6, behind(graph_kv, 0, count))
                 # float64; the largest difference measured is 3e-15
-                assert (found - expected).abs().max() < 1e-13
+                assert (output - expected).abs().max() < 1e-13
                 sizes.append(executor._slots.slots)
     assert sorted(set(sizes)) == [32, 64, 128, 256, 320]
     assert sizes[-1] == 320
@@ -281,11 +281,11 @@ def test_slots_grow_and_segments_are_captured_anew(monkeypatch: pytest.MonkeyPat
 
 def test_with_fixed_slots_every_pass_reads_all_slots_and_none_beyond() -> None:
     executor = executor_of(recorded())
-    kv, hidden, before = KVCache(6, slots=250), torch.ones(240, 32), {*executor.replays._graphs}
+    kv, hidden, graphs = KVCache(6, slots=250), torch.ones(240, 32), {*executor.replays._graphs}
     with torch.inference_mode():
         for count in (4, 240, 4):
             executor.run(hidden[:count], 0, 6, behind(kv, 0, count))
-        assert executor.replays._graphs.keys() - before == {(0, 1, 0, 6, 4, 320)}
+        assert executor.replays._graphs.keys() - graphs == {(0, 1, 0, 6, 4, 320)}
         with pytest.raises(IndexError, match="251 positions do not fit 250"):
             executor.run(hidden[:3], 0, 6, behind(kv, 0, 3))
 
@@ -303,7 +303,7 @@ def test_answers_in_two_threads_are_those_of_one(backbone: Backbone) -> None:
 
 def forgetful(work: Work) -> Work:
     """A graph that ignores its inputs: every replay gives the first result."""
-    first = tuple(one.clone() for one in work())
+    first = tuple(output.clone() for output in work())
     return lambda: first
 
 
@@ -331,16 +331,16 @@ def test_segments_run_uncaptured_if_a_capture_fails(caplog: pytest.LogCaptureFix
 
 def test_the_least_recently_used_graph_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfspec.model.cuda_graph._MOST_GRAPHS", 2)
-    made: list[str] = []
+    graphs: list[str] = []
 
     def noting(work: Work) -> Work:
-        made.append(str(int(*work())))
+        graphs.append(str(int(*work())))
         return work
 
     replays = Replays(lambda: noting)
     for key in (1, 2, 1, 3, 1, 2):
         assert int(*replays.run(key, lambda key=key: (torch.tensor(key),))) == key
-    assert made == ["1", "2", "3", "2"]
+    assert graphs == ["1", "2", "3", "2"]
 
 
 def test_on_a_cpu_a_warning_says_that_graphs_gain_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -374,7 +374,7 @@ def test_models_that_cannot_be_captured_are_refused_by_name() -> None:
     hooked.model.layers[2].mlp.register_forward_hook(lambda *_: None)
     flash.config._attn_implementation = "flash_attention_2"
     spread.lm_head = torch.nn.Linear(32, 96, bias=False, device="meta")
-    for model, why in (
+    for model, reason in (
         (hooked, r"layers\.2\.mlp has hooks"),
         (flash, "attention is flash_attention_2"),
         (spread, "on 2 devices"),
@@ -382,15 +382,15 @@ def test_models_that_cannot_be_captured_are_refused_by_name() -> None:
         (make_model("gpt2"), "positions are not rotated"),
         (tiny_model("mixtral", torch.float32), r"Mixtral\w+ reads values back"),
     ):
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(ValueError, match=reason):
             CudaGraphExecutor(parts_of(model), model.lm_head)
 
 
 def test_an_executor_with_other_results_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = CudaGraphExecutor._mask
+    original = CudaGraphExecutor._mask
 
     def blind(self: CudaGraphExecutor, kind: str, of: Segment) -> Tensor:
-        return right(self, kind, of).roll(-1, -1)  # a row does not see itself
+        return original(self, kind, of).roll(-1, -1)  # a row does not see itself
 
     monkeypatch.setattr(CudaGraphExecutor, "_mask", blind)
     with pytest.raises(UnsupportedModel, match="layer 1 comes out differently"):

@@ -83,8 +83,8 @@ def test_packing_needs_little_more_than_one_copy(loaded: PreTrainedModel) -> Non
     Backbone(make_model("llama"), executor="fused")  # one-time loads are not counted
     size = sum(weight.nbytes for weight in loaded.parameters())
     assert size > 36 * MIB
-    made: list[Backbone] = []
-    memory = grown(lambda: made.append(Backbone(loaded, executor="fused")))
+    backbones: list[Backbone] = []
+    memory = grown(lambda: backbones.append(Backbone(loaded, executor="fused")))
     # measured: 1.4 times the model with all that a pass needs, and 2.3 if nothing were released
     assert 1e6 * memory < 1.8 * size
     assert torch.equal(loaded(ids).logits, logits)

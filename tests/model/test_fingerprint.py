@@ -48,16 +48,16 @@ def test_one_model_has_one_fingerprint_in_every_dtype(dtype: torch.dtype) -> Non
 
 def test_every_weight_counts() -> None:
     model = make_model("qwen3")
-    found = [fingerprint.of(moved(model, name)) for name, _ in model.named_parameters()]
-    assert len({fingerprint.of(make_model("qwen3")), *found}) == len(found) + 1
+    fingerprints = [fingerprint.of(moved(model, name)) for name, _ in model.named_parameters()]
+    assert len({fingerprint.of(make_model("qwen3")), *fingerprints}) == len(fingerprints) + 1
 
 
 def test_kept_buffers_count_and_others_do_not() -> None:
-    model, same = make_model("llama"), make_model("llama")
+    model, twin = make_model("llama"), make_model("llama")
     model.register_buffer("kept", torch.ones(3, dtype=torch.int64))
-    assert fingerprint.of(model) != fingerprint.of(same)
-    same.register_buffer("lost", torch.ones(3), persistent=False)
-    assert fingerprint.of(same) == fingerprint.of(make_model("llama"))
+    assert fingerprint.of(model) != fingerprint.of(twin)
+    twin.register_buffer("lost", torch.ones(3), persistent=False)
+    assert fingerprint.of(twin) == fingerprint.of(make_model("llama"))
 
 
 def test_the_memory_layout_of_weights_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +110,8 @@ def folder(tmp_path: Path, empty_cache: Path) -> Path:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    monkeypatch.setattr(fingerprint, "of", counted := Mock(wraps=fingerprint.of))
-    return counted
+    monkeypatch.setattr(fingerprint, "of", counter := Mock(wraps=fingerprint.of))
+    return counter
 
 
 def loaded(folder: Path, dtype: str = "float32") -> str:
@@ -162,8 +162,8 @@ def test_a_model_that_was_changed_after_loading_is_hashed(folder: Path) -> None:
     loaded(folder)  # the cache knows the file
     model, tokenizer, _ = hub.load_model(folder, dtype="float32", device="cpu")
     model.get_parameter("model.layers.0.mlp.up_proj.weight").data.mul_(2)
-    found = wrap(model, tokenizer, heads="logit-lens")
-    assert found.backbone.fingerprint == fingerprint.of(model) != loaded(folder)
+    speculator = wrap(model, tokenizer, heads="logit-lens")
+    assert speculator.backbone.fingerprint == fingerprint.of(model) != loaded(folder)
 
 
 def test_a_backbone_hashes_once_and_only_when_it_must(folder: Path, hashed: Mock) -> None:
@@ -171,8 +171,8 @@ def test_a_backbone_hashes_once_and_only_when_it_must(folder: Path, hashed: Mock
     hashed.assert_not_called()
     assert plain.backbone.fingerprint == plain.backbone.fingerprint
     assert hashed.call_count == 1
-    again = load(folder, dtype="float32", device="cpu", heads="logit-lens")
-    assert again.backbone.fingerprint == plain.backbone.fingerprint
+    second = load(folder, dtype="float32", device="cpu", heads="logit-lens")
+    assert second.backbone.fingerprint == plain.backbone.fingerprint
     assert hashed.call_count == 2  # a late fingerprint is not cached: the model may have changed
     load(folder, dtype="float32", device="cpu", heads="logit-lens")
     assert hashed.call_count == 2
@@ -187,12 +187,12 @@ def test_checks_that_a_models_files_passed_are_made_once(
         "isolates_sequences": check,
         "why_unpinned": measure,
     }
-    made = {name: Mock(wraps=getattr(module, name)) for name, module in checks.items()}
+    mocks = {name: Mock(wraps=getattr(module, name)) for name, module in checks.items()}
     for name, module in checks.items():
-        monkeypatch.setattr(module, name, made[name])
+        monkeypatch.setattr(module, name, mocks[name])
 
     def counts() -> list[int]:
-        return [one.call_count for one in made.values()]
+        return [mock.call_count for mock in mocks.values()]
 
     def texts(speculator: Speculator) -> list[list[int]]:
         options: Any = {"drafter": "ngram+successors", "max_new_tokens": 4}
@@ -200,20 +200,20 @@ def test_checks_that_a_models_files_passed_are_made_once(
         return [answer.token_ids for answer in answers]
 
     first = texts(load(folder, device="cpu"))
-    kept = [*(empty_cache / "checked").glob("*")]  # empty without a compiler
-    if kept:
+    entries = [*(empty_cache / "checked").glob("*")]  # empty without a compiler
+    if entries:
         assert counts() == [1] * 4
         assert texts(load(folder, device="cpu")) == first
         assert counts() == [1] * 4
-        kept[0].write_bytes(b"\xff trees")
-    before = made["check_conformance"].call_count
+        entries[0].write_bytes(b"\xff trees")
+    calls = mocks["check_conformance"].call_count
     assert texts(load(folder, device="cpu")) == first
-    assert made["check_conformance"].call_count == before + 1
+    assert mocks["check_conformance"].call_count == calls + 1
     os.utime(folder / "model.safetensors", (1, 1))
     load(folder, device="cpu")
     model, _, _ = hub.load_model(folder, device="cpu")
     wrap(model)
-    assert made["check_conformance"].call_count == before + 3
+    assert mocks["check_conformance"].call_count == calls + 3
 
 
 def test_heads_without_a_fingerprint_to_compare_are_checked_by_sizes_with_a_warning(
@@ -262,13 +262,13 @@ CHANGES: list[tuple[Callable[[Any], object], str]] = [
 def test_rotations_are_watched_except_for_dynamic_frequencies(kind: str) -> None:
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     model: Any = make_model("llama", rope_parameters=rope, max_position_embeddings=16)
-    watch, turned = ModelWatch(model), model.model.rotary_emb
+    watch, rotary = ModelWatch(model), model.model.rotary_emb
     model(random_ids(40))  # long enough to change dynamic frequencies
     assert watch.change() is None
-    turned.attention_scaling = 1.5
+    rotary.attention_scaling = 1.5
     assert watch.change() == "attention_scaling of model.rotary_emb was changed"
-    turned.attention_scaling = 1.0
-    turned.register_forward_hook(lambda _, __, out: out)
+    rotary.attention_scaling = 1.0
+    rotary.register_forward_hook(lambda _, __, out: out)
     assert watch.change() == "model.rotary_emb has other hooks"
 
 
@@ -310,17 +310,17 @@ def test_an_attribute_that_decides_a_logit_is_watched(family: str) -> None:
     watch, ids = ModelWatch(model), random_ids(12)
     expected = model(ids)[0].detach()
     noticed = 0
-    for path, own in places(model):
-        for name in own.keys() - HELD:
-            value, own[name] = own[name], other(own[name])
-            found = watch.change()
-            if found is None:
+    for path, fields in places(model):
+        for name in fields.keys() - HELD:
+            value, fields[name] = fields[name], other(fields[name])
+            message = watch.change()
+            if message is None:
                 assert torch.equal(model(ids)[0], expected), f"{name} of {path}"
             else:
-                assert name in found
-                assert path in found
+                assert name in message
+                assert path in message
                 noticed += 1
-            own[name] = value
+            fields[name] = value
     assert watch.change() is None
     assert noticed > 80
 

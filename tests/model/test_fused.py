@@ -42,20 +42,20 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 def rms(weight: Tensor, **fields: Any) -> Norm:
     """Llama's norm, except for `fields`."""
-    plain: dict[str, Any] = {"bias": None, "eps": 1e-5, "centred": False, "rounds": True}
-    return Norm(weight.float(), **plain | fields)
+    defaults: dict[str, Any] = {"bias": None, "eps": 1e-5, "centred": False, "rounds": True}
+    return Norm(weight.float(), **defaults | fields)
 
 
 def attention(**fields: Any) -> Attention:
     """GROUP * KV_HEADS queries with whole heads rotated, except for `fields`."""
-    plain: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         **{"projections": (), "order": torch.empty(0), "output": nn.Identity()},
         **{"heads": GROUP * KV_HEADS, "kv_heads": KV_HEADS, "size": SIZE},
         **{"rotation": Rotation(SIZE, False, slice(0, None, 2)), "row_norms": None},
         **{"head_norms": None, "norms_last": False},
         **{"scaling": SIZE**-0.5, "softcap": None, "window": None},
     }
-    return Attention(**plain | fields)
+    return Attention(**defaults | fields)
 
 
 def program_of(dtype: torch.dtype, width: int, other: int) -> Program:
@@ -91,9 +91,9 @@ def test_a_norm_subtracts_the_mean_and_adds_a_multiple(dtype: torch.dtype) -> No
     program.add_layer([program.linear(0, 1, eye), program.norm(1, 0, wide, adds=0.5)])
     numbers = weight.double(), bias.double()
     normed = nn.functional.layer_norm(hidden.double(), (37,), *numbers, 1e-5)
-    found = run(program, hidden)
-    assert close(found, hidden + (normed.to(dtype) * 0.5).double())
-    assert torch.equal(found, hidden + norm(hidden) * 0.5) or dtype == torch.float32
+    output = run(program, hidden)
+    assert close(output, hidden + (normed.to(dtype) * 0.5).double())
+    assert torch.equal(output, hidden + norm(hidden) * 0.5) or dtype == torch.float32
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
@@ -101,10 +101,10 @@ def test_linear_layers_follow_each_other_and_add(dtype: torch.dtype, rows: int) 
     """Each sum is rounded before it is added, as the model does."""
     first, bias = torch.randn(50, 37).to(dtype), torch.randn(50).to(dtype)
     second, hidden = torch.randn(37, 50).to(dtype), torch.randn(rows, 37).to(dtype)
-    one, other = CompiledLinear(first, bias), CompiledLinear(second)
+    up, down = CompiledLinear(first, bias), CompiledLinear(second)
     program = program_of(dtype, 37, 50)
-    program.add_layer([program.linear(0, 1, one), program.linear(1, 0, other, adds=1)])
-    assert torch.equal(run(program, hidden), hidden + other(one(hidden)))
+    program.add_layer([program.linear(0, 1, up), program.linear(1, 0, down, adds=1)])
+    assert torch.equal(run(program, hidden), hidden + down(up(hidden)))
 
 
 @pytest.mark.parametrize("function", list(Activation))
@@ -116,8 +116,8 @@ def test_activations_of_any_size_are_right(dtype: torch.dtype, function: Activat
     program = program_of(dtype, 2 * width, width)
     gate = program.activate(0, 1, function, gated=True)
     program.add_layer([gate, back(program, 2 * width, width, dtype)])
-    found = run(program, torch.cat([x, times])[None].repeat(3, 1))[:, :width]
-    assert close(found, expected.to(dtype).double() * times.double())
+    output = run(program, torch.cat([x, times])[None].repeat(3, 1))[:, :width]
+    assert close(output, expected.to(dtype).double() * times.double())
     program = program_of(dtype, width, width)
     eye = CompiledLinear(torch.eye(width, dtype=dtype))
     program.add_layer([program.activate(0, 1, function, gated=False), program.linear(1, 0, eye)])
@@ -126,7 +126,7 @@ def test_activations_of_any_size_are_right(dtype: torch.dtype, function: Activat
 
 def test_nothing_is_read_or_written_outside_a_buffer() -> None:
     program = program_of(torch.float32, 37, 50)
-    for wrong in (
+    for build in (
         lambda: program.norm(0, 1, rms(torch.ones(37))),
         lambda: program.linear(0, 1, CompiledLinear(torch.ones(51, 37))),
         lambda: program.linear(0, 1, CompiledLinear(torch.ones(50, 36))),
@@ -135,7 +135,7 @@ def test_nothing_is_read_or_written_outside_a_buffer() -> None:
         lambda: program.attend(0, 1, attention(), rotation=0),
     ):
         with pytest.raises(ValueError, match="layers differ in width"):
-            wrong()
+            build()
     with pytest.raises(ValueError, match="a norm of 30 numbers does not fit 50"):
         program.norm(1, 1, rms(torch.ones(30)), at=21)
     program.add_layer([program.norm(0, 0, rms(torch.ones(37)), adds=1)])
@@ -181,16 +181,16 @@ class Attended:
         program = program_of(dtype, all_heads, KV_HEADS * GROUP * SIZE)
         norms = rms(self.norms, eps=1e-6)
         cap = None if self.softcap == 1e9 else self.softcap
-        made = attention(head_norms=norms, window=self.window or None, softcap=cap)
-        attend = program.attend(0, 1, made, rotation=0)
+        layer = attention(head_norms=norms, window=self.window or None, softcap=cap)
+        attend = program.attend(0, 1, layer, rotation=0)
         program.add_layer([attend, back(program, all_heads, KV_HEADS * GROUP * SIZE, dtype)])
         kv, outs = self.held_by_a_cache(), []
         for projected, turned in zip(
             self.projected.split(widths), self.rotations.split(widths), strict=True
         ):
             outs.append(run(program, projected.flatten(1), kv, turned, parents))
-        whole = torch.cat(outs)[:, : KV_HEADS * GROUP * SIZE]
-        return whole.unflatten(1, (KV_HEADS * GROUP, SIZE))
+        output = torch.cat(outs)[:, : KV_HEADS * GROUP * SIZE]
+        return output.unflatten(1, (KV_HEADS * GROUP, SIZE))
 
     def held_by_a_cache(self) -> KVCache:
         """A KV cache that holds the keys and values, padded to WIDTH."""
@@ -198,8 +198,8 @@ class Attended:
         pages = kv.pages(self.slots, 0, layout)
         for slot in range(self.slots):
             [places] = layout.slots(pages[slot // POSITIONS].numbers, slot % POSITIONS)
-            for to, held in zip(places, (self.keys, self.values), strict=True):
-                to.copy_(nn.functional.pad(held[:, slot], (0, WIDTH - SIZE)).view(to.shape))
+            for to, source in zip(places, (self.keys, self.values), strict=True):
+                to.copy_(nn.functional.pad(source[:, slot], (0, WIDTH - SIZE)).view(to.shape))
         kv.extend(self.held, 0, 1)
         return kv
 
@@ -256,29 +256,29 @@ def test_a_row_has_the_same_bits_in_any_pass(dtype: torch.dtype, threads: int) -
 def test_a_branch_has_the_bits_of_a_chain(dtype: torch.dtype, held: int, window: int) -> None:
     """Also across the end of a block of 64 positions."""
     parents = [-1, -1, *range(1, 9), 4, 4, 11]
-    whole = Attended(dtype, held, len(parents), window)
+    tree = Attended(dtype, held, len(parents), window)
     for row in range(len(parents)):
         path = [row]
         while parents[path[0]] >= 0:
             path.insert(0, parents[path[0]])
         chain = Attended(dtype, held, len(parents), window)
-        whole.rotations[path] = chain.rotations[: len(path)]  # siblings share a position
+        tree.rotations[path] = chain.rotations[: len(path)]  # siblings share a position
         chain.projected = chain.projected[path]
         chain.rotations = chain.rotations[: len(path)]
-        found = whole.found([len(parents)], parents)[path]
-        assert torch.equal(found, chain.found([len(path)]))
+        branch = tree.found([len(parents)], parents)[path]
+        assert torch.equal(branch, chain.found([len(path)]))
 
 
 def test_a_branch_is_added_up_in_the_order_of_a_chain(dtype: torch.dtype) -> None:
     """Halves of a matrix register's inputs cancel out: only the rounding of the sum is left."""
-    whole, chain = (Attended(dtype, 31, 3) for _ in range(2))
-    for one in (whole, chain):
-        one.keys[:, 16:31], one.values[:, 16:31] = one.keys[:, :15], -one.values[:, :15]
-        one.values[:, 15], one.projected[:, -KV_HEADS:] = 0, 0
+    tree, chain = (Attended(dtype, 31, 3) for _ in range(2))
+    for case in (tree, chain):
+        case.keys[:, 16:31], case.values[:, 16:31] = case.keys[:, :15], -case.values[:, :15]
+        case.values[:, 15], case.projected[:, -KV_HEADS:] = 0, 0
     chain.projected, chain.rotations = chain.projected[[0, 2]], chain.rotations[[0, 2]]
-    whole.rotations[1] = whole.rotations[0]
-    found = whole.found([3], [-1, -1, 0])[[0, 2]]
-    assert torch.equal(found, chain.found([2]))
+    tree.rotations[1] = tree.rotations[0]
+    branch = tree.found([3], [-1, -1, 0])[[0, 2]]
+    assert torch.equal(branch, chain.found([2]))
 
 
 def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,16 +288,16 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.Mon
     def states(*stops: int) -> list[Tensor]:
         rows = Rows.of(KVCache(6), 0, 90, ids.device)
         kept: dict[int, list[Tensor]] = {2: [], 5: []}
-        found = [backbone.embed(ids)]
+        hidden = [backbone.embed(ids)]
         for first, last in itertools.pairwise((0, *stops)):
-            found.append(backbone.run(found[-1], first, last, rows, {} if stops[1:] else kept))
-        return found[1:] if stops[1:] else [*map(torch.cat, kept.values()), *found[1:]]
+            hidden.append(backbone.run(hidden[-1], first, last, rows, {} if stops[1:] else kept))
+        return hidden[1:] if stops[1:] else [*map(torch.cat, kept.values()), *hidden[1:]]
 
     with torch.inference_mode():
-        whole = torch.stack(states(2, 5, 6))
-        assert torch.equal(torch.stack(states(6)), whole)
+        expected = torch.stack(states(2, 5, 6))
+        assert torch.equal(torch.stack(states(6)), expected)
         monkeypatch.setattr("selfspec.model.fused._BLOCK_ROWS", 40)
-        assert torch.equal(torch.stack(states(6)), whole)
+        assert torch.equal(torch.stack(states(6)), expected)
 
 
 # --- several texts in one pass
@@ -326,20 +326,20 @@ def test_texts_of_one_pass_have_the_same_bits_as_alone(
 
     def behind() -> list[Rows]:
         """New rows after freshly filled KV caches."""
-        found = []
+        rows = []
         for held, count, parents in texts:
             kv = KVCache(layers)
             if held:
                 text = backbone.embed(random_ids(held, seed=held)[0])
                 backbone.run(text, 0, layers, Rows.of(kv, 0, held, host))
-            found.append(Rows.of(kv, held, count, host, parents))
-        return found
+            rows.append(Rows.of(kv, held, count, host, parents))
+        return rows
 
     alone, together = behind(), behind()
     parts = [backbone.embed(random_ids(count, seed=90 + count)[0]) for _, count, _ in texts]
     expected = [backbone.run(part, 0, layers, one) for part, one in zip(parts, alone, strict=True)]
-    found = backbone.run(torch.cat(parts), 0, layers, Rows.joined(together))
-    assert torch.equal(found, torch.cat(expected))
+    output = backbone.run(torch.cat(parts), 0, layers, Rows.joined(together))
+    assert torch.equal(output, torch.cat(expected))
     newest = backbone.embed(random_ids(1)[0])
     for pair in zip(alone, together, strict=True):  # the added keys and values are the same too
         caches = [rows.only.kv for rows in pair]
@@ -355,7 +355,7 @@ def test_texts_of_one_pass_have_the_same_bits_as_alone(
     monkeypatch.setattr("selfspec.model.fused._BLOCK_ROWS", 36)
     divided = backbone.run(torch.cat(parts), 0, layers, Rows.joined(behind()))
     assert passes[-3:] == [[33, 1, 3, 4], [33, 1], [3, 4]]
-    assert torch.equal(divided, found)
+    assert torch.equal(divided, output)
 
 
 def test_rows_without_a_text_or_with_the_same_text_twice_are_refused() -> None:
@@ -386,8 +386,8 @@ def test_texts_that_change_each_other_run_one_by_one(caplog: pytest.LogCaptureFi
     backbone._executor = Mixing(backbone._executor)
     layers, text = backbone.num_layers, backbone.embed(random_ids(4)[0])
     parts = [Rows.of(KVCache(layers), 0, 2, text.device) for _ in range(2)]
-    found = backbone.run(text, 0, layers, Rows.joined(parts))
+    joint = backbone.run(text, 0, layers, Rows.joined(parts))
     alone = [Rows.of(KVCache(layers), 0, 2, text.device) for _ in range(2)]
     both = zip(text.split(2), alone, strict=True)
-    assert torch.equal(found, torch.cat([backbone.run(part, 0, layers, one) for part, one in both]))
+    assert torch.equal(joint, torch.cat([backbone.run(part, 0, layers, one) for part, one in both]))
     assert "each runs by itself" in caplog.text

@@ -168,8 +168,8 @@ def test_the_least_recently_used_text_is_evicted_first_from_its_end() -> None:
         fill(kv, ids)
         store.done(kv, ids)
     assert [store.held([*ids, 0]) for ids in texts] == [100, 100]
-    again = begun(store, [*texts[0], 0], 101)  # the first is used again
-    store.done(again, texts[0])
+    first = begun(store, [*texts[0], 0], 101)  # the first is used again
+    store.done(first, texts[0])
     third = begun(store, [3] * 190, 250)
     fill(third, [3] * 190)
     assert store.held([*texts[0], 0]) == 100

@@ -31,14 +31,14 @@ FAMILIES = [
 
 def passed(backbone: Backbone, ids: Tensor, widths: list[int]) -> Tensor:
     """Logits of all positions, in passes of `widths` rows."""
-    kv, found = KVCache(backbone.num_layers), []
+    kv, logits = KVCache(backbone.num_layers), []
     with torch.inference_mode():
         for block in ids.split(widths):
             start = kv.length(0)
             rows = Rows.of(kv, start, len(block), ids.device)
             hidden = backbone.run(backbone.embed(block), 0, backbone.num_layers, rows)
-            found.append(backbone.logits(hidden))
-    return torch.cat(found)
+            logits.append(backbone.logits(hidden))
+    return torch.cat(logits)
 
 
 def error(found: Tensor, truth: Tensor) -> float:
@@ -48,12 +48,12 @@ def error(found: Tensor, truth: Tensor) -> float:
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_torchs_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
-    model, before = make_model("llama"), torch.get_default_dtype()
+    model, default = make_model("llama"), torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         assert Backbone(model).executor_name == "fused"
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default)
 
 
 @needs_compiler
@@ -67,23 +67,23 @@ def test_compiled_code_runs_the_family(family: str) -> None:
     model = tiny_model(family, torch.float32)
     with torch.no_grad():
         truth = tiny_model(family, torch.float64)(ids[None]).logits[0]
-        own = model(ids[None]).logits[0]
+        own_logits = model(ids[None]).logits[0]
     backbone = Backbone(model)
     assert backbone.executor_name == "fused", backbone.refused
-    found = passed(backbone, ids, [90])
-    assert error(found, truth) < 2 * error(own, truth)
-    assert torch.equal(passed(backbone, ids, [1, 3, 60, 7, 19]), found)
+    logits = passed(backbone, ids, [90])
+    assert error(logits, truth) < 2 * error(own_logits, truth)
+    assert torch.equal(passed(backbone, ids, [1, 3, 60, 7, 19]), logits)
     kv, path = KVCache(backbone.num_layers), [0, 2, 3, 5]
     with torch.inference_mode():
         backbone.run(backbone.embed(ids[:61]), 0, 6, Rows.of(kv, 0, 61, ids.device))
         tree = ids[[61, 5, 62, 63, 7, 64]]
         rows = Rows.of(kv, 61, 6, ids.device, [-1, -1, 0, 2, 2, 3])
         hidden = backbone.run(backbone.embed(tree), 0, 6, rows)
-        assert torch.equal(backbone.logits(hidden)[path], found[61:65])
+        assert torch.equal(backbone.logits(hidden)[path], logits[61:65])
         kv.keep(61, path)
         rows = Rows.of(kv, 65, 25, ids.device)
         hidden = backbone.run(backbone.embed(ids[65:]), 0, 6, rows)
-        assert torch.equal(backbone.logits(hidden), found[65:])
+        assert torch.equal(backbone.logits(hidden), logits[65:])
 
 
 def test_unknown_norms_and_routers_are_refused() -> None:
@@ -105,8 +105,8 @@ def test_experts_run_in_bfloat16_too() -> None:
 
 @needs_compiler
 def test_wrong_routing_of_rows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = shares_of
-    monkeypatch.setattr(recipe, "shares_of", lambda *asked: replace(right(*asked), each=1))
+    original = shares_of
+    monkeypatch.setattr(recipe, "shares_of", lambda *args: replace(original(*args), each=1))
     backbone = Backbone(tiny_model("mixtral", torch.float32))
     assert backbone.executor_name == "generic"
     assert "layer 1 comes out differently" in backbone.refused["fused"]

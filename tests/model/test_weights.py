@@ -28,10 +28,10 @@ pytestmark = needs_compiler
 
 def made_weights(out: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A weight [out, in] and a bias, of many magnitudes."""
-    made = torch.Generator().manual_seed(out * 1000 + inner)
-    scale = torch.exp2(torch.randint(-20, 4, (out, 1), generator=made).float())
-    weight = torch.randn(out, inner, generator=made) * scale
-    return weight.to(dtype), torch.randn(out, generator=made).to(dtype)
+    generator = torch.Generator().manual_seed(out * 1000 + inner)
+    scale = torch.exp2(torch.randint(-20, 4, (out, 1), generator=generator).float())
+    weight = torch.randn(out, inner, generator=generator) * scale
+    return weight.to(dtype), torch.randn(out, generator=generator).to(dtype)
 
 
 def inputs(rows: int, inner: int, dtype: torch.dtype) -> Tensor:
@@ -63,12 +63,12 @@ def test_sums_are_right_at_any_size(rows: int, inner: int, out: int, dtype: torc
 def test_the_bits_of_a_row_depend_only_on_it(out: int, inner: int, dtype: torch.dtype) -> None:
     """Alone, among 2 to 17 others, among 63 and 511; on one thread and on two."""
     linear, x = CompiledLinear(*made_weights(out, inner, dtype)), inputs(512, inner, dtype)
-    whole = linear(x)
+    expected = linear(x)
     for count in (1, 2):
         torch.set_num_threads(count)
         for rows in (*range(1, 18), 64, 512):
-            assert torch.equal(linear(x[:rows]), whole[:rows]), rows
-            assert torch.equal(linear(x[-rows:]), whole[-rows:]), rows
+            assert torch.equal(linear(x[:rows]), expected[:rows]), rows
+            assert torch.equal(linear(x[-rows:]), expected[-rows:]), rows
 
 
 def test_a_chain_adds_from_the_first_input_to_the_last() -> None:
@@ -87,8 +87,8 @@ def test_extreme_numbers_are_kept(dtype: torch.dtype) -> None:
     for value in (float("inf"), -float("inf"), float("nan"), top, -top, 0.0, 2.0**-120):
         row = torch.full((1, 5), 0.0, dtype=dtype)
         row[0, 2] = value
-        found = CompiledLinear(weight)(row)[0, 2]
-        assert torch.equal(found, row[0, 2]) or (found.isnan() and row[0, 2].isnan())
+        product = CompiledLinear(weight)(row)[0, 2]
+        assert torch.equal(product, row[0, 2]) or (product.isnan() and row[0, 2].isnan())
 
 
 def test_empty_input_gives_empty_output_and_wrong_input_is_refused() -> None:
@@ -104,9 +104,9 @@ def test_joined_layers_in_another_order() -> None:
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
     x = torch.randn(2, 3, 7)
     expected = torch.cat([first(x), second(x)], -1)[..., order]
-    found = CompiledLinear.of(first, second, order=order)(x)
-    assert found.shape == (2, 3, 9)
-    assert torch.allclose(found, expected, atol=1e-6)
+    output = CompiledLinear.of(first, second, order=order)(x)
+    assert output.shape == (2, 3, 9)
+    assert torch.allclose(output, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("target", TARGETS["x86_64"], ids=lambda target: target.name)
@@ -139,10 +139,10 @@ def weight_of(
     kind: str, dtype: torch.dtype, out: int = 53, inner: int = 512, *, usual: bool = True
 ) -> tuple[QuantisedWeight, Tensor]:
     """Blocks with permuted rows, and the numbers that the gguf package decodes from them."""
-    data = (usual_blocks if usual else random_blocks)(kind, out, inner)
+    blocks = (usual_blocks if usual else random_blocks)(kind, out, inner)
     rows = torch.from_numpy(np.random.default_rng(1).permutation(out))
-    weight = QuantisedWeight(torch.from_numpy(data), FORMATS[kind], dtype, rows)
-    return weight, de_quantised(kind, data)[rows].to(dtype)
+    weight = QuantisedWeight(torch.from_numpy(blocks), FORMATS[kind], dtype, rows)
+    return weight, de_quantised(kind, blocks)[rows].to(dtype)
 
 
 def zeroed(bits: int, dtype: torch.dtype) -> tuple[QuantisedWeight, Tensor]:
@@ -165,38 +165,38 @@ def test_weights_are_those_of_the_gguf_package(kind: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*FORMATS, *ZEROED])
 def test_sums_are_exact_and_equal_in_any_pass(kind: str | int, dtype: torch.dtype) -> None:
-    made: Any = zeroed if isinstance(kind, int) else weight_of
-    weight, numbers = made(kind, dtype)
+    make: Any = zeroed if isinstance(kind, int) else weight_of
+    weight, numbers = make(kind, dtype)
     x = inputs(600, weight.shape[1], dtype)  # in more than one piece
     x[-2:] *= torch.tensor([[2.0**-106], [2.0**-125]])  # smaller numbers are zero in registers
-    found = CompiledLinear(weight)
-    assert found.nbytes < 0.75 * numbers.nbytes
-    whole = found(x)
+    layer = CompiledLinear(weight)
+    assert layer.nbytes < 0.75 * numbers.nbytes
+    output = layer(x)
     for rows in (1, 2, 3, 4, 5, 7, 8, 9, 12, 17):
-        assert torch.equal(found(x[-rows:]), whole[-rows:]), rows
-    exact = made(kind, torch.float32)[1].double().T  # no weight is rounded
+        assert torch.equal(layer(x[-rows:]), output[-rows:]), rows
+    exact = make(kind, torch.float32)[1].double().T  # no weight is rounded
     sizes = x.double().abs() @ exact.abs()
-    error = (whole.double() - x.double() @ exact).abs()
+    error = (output.double() - x.double() @ exact).abs()
     rounding = 2**-8 if dtype == torch.bfloat16 else 2**-20
     assert bool((error <= (x.double() @ exact).abs() * rounding + sizes * 2**-20 + 1e-26).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_of_several_formats_run_as_one(dtype: torch.dtype) -> None:
-    made = [weight_of(kind, dtype, out) for kind, out in (("Q5_K", 64), ("Q6_K", 32), ("Q5_0", 7))]
+    pairs = [weight_of(kind, dtype, out) for kind, out in (("Q5_K", 64), ("Q6_K", 32), ("Q5_0", 7))]
     plain = torch.randn(16, 512).to(dtype)
-    layers = [linear(weight) for weight, _ in made]
+    layers = [linear(weight) for weight, _ in pairs]
     layers.insert(1, linear(plain))
-    numbers = torch.cat([made[0][1], plain, made[1][1], made[2][1]])
+    numbers = torch.cat([pairs[0][1], plain, pairs[1][1], pairs[2][1]])
     x = torch.randn(5, 512).to(dtype)
-    alone = torch.cat([CompiledLinear.of(layer)(x) for layer in layers], -1)
-    assert torch.equal(CompiledLinear.of(*layers)(x), alone)
+    expected = torch.cat([CompiledLinear.of(layer)(x) for layer in layers], -1)
+    assert torch.equal(CompiledLinear.of(*layers)(x), expected)
     order = torch.cat([torch.arange(64).flip(0), torch.arange(64, 119)])
-    assert torch.equal(CompiledLinear.of(*layers, order=order)(x), alone[:, order])
+    assert torch.equal(CompiledLinear.of(*layers, order=order)(x), expected[:, order])
     mixed = torch.arange(119).flip(0)  # panels with two formats become numbers
-    found = CompiledLinear.of(*layers, order=mixed)
-    assert torch.equal(found(x), CompiledLinear(numbers[mixed])(x))
-    assert found.nbytes >= numbers.nbytes
+    joined = CompiledLinear.of(*layers, order=mixed)
+    assert torch.equal(joined(x), CompiledLinear(numbers[mixed])(x))
+    assert joined.nbytes >= numbers.nbytes
 
 
 def linear(weight: Tensor) -> nn.Linear:
@@ -213,16 +213,16 @@ def test_large_layers_are_expanded_in_pieces(biased: bool, monkeypatch: pytest.M
 
     def watched(self: QuantisedWeight, rows: Tensor | None = None) -> Tensor:
         nonlocal most
-        found = expanded(self, rows)
-        most = max(most, found.numel())
-        return found
+        piece = expanded(self, rows)
+        most = max(most, piece.numel())
+        return piece
 
     monkeypatch.setattr(weights, "_PIECE", 5 * 512)
     monkeypatch.setattr(QuantisedWeight, "expanded", watched)
     x = torch.randn(2, 3, 512)
     expected = nn.functional.linear(x, numbers, bias)
-    found = nn.functional.linear(input=x, weight=weight, bias=bias)
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+    output = nn.functional.linear(input=x, weight=weight, bias=bias)
+    assert torch.allclose(output, expected, rtol=1e-5, atol=1e-5)
     assert most == 5 * 512
 
 
@@ -242,8 +242,8 @@ def test_a_quantised_weight_behaves_like_a_tensor(kept: bool) -> None:
     assert torch.equal(layer.weight[numbers[:, 0] > 0], numbers[numbers[:, 0] > 0])
     assert torch.equal(layer.weight.float(), numbers.float())
     assert torch.equal(layer.weight.detach().reshape(-1), numbers.reshape(-1))
-    other: Any = layer.weight.detach()
-    assert (other.kept is not None) == kept
+    detached: Any = layer.weight.detach()
+    assert (detached.kept is not None) == kept
     assert torch.equal(torch.empty_like(numbers).copy_(layer.weight), numbers)
     for copied in pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer):
         assert torch.equal(copied.weight, numbers)
@@ -273,21 +273,21 @@ def test_the_likeliest_are_those_of_a_softmax(
     size: int, count: int, scale: float, dtype: torch.dtype
 ) -> None:
     """The first of equal logits comes first; with so few values many are equal."""
-    count, made = min(count, size), torch.Generator().manual_seed(size)
-    logits = torch.randint(-9, 10, (3, size), generator=made) * scale / 9
-    ids = torch.randint(200_000, (size,), generator=made)
-    found = weights.likeliest(logits, 1.3, count, ids, dtype)
+    count, generator = min(count, size), torch.Generator().manual_seed(size)
+    logits = torch.randint(-9, 10, (3, size), generator=generator) * scale / 9
+    ids = torch.randint(200_000, (size,), generator=generator)
+    top = weights.likeliest(logits, 1.3, count, ids, dtype)
     order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    assert torch.equal(found[:, :count], ids[order].float())
+    assert torch.equal(top[:, :count], ids[order].float())
     chances = (logits.double() / 1.3).softmax(-1).gather(-1, order)
-    torch.testing.assert_close(found[:, count:].double(), chances, rtol=3e-5, atol=1e-30)
+    torch.testing.assert_close(top[:, count:].double(), chances, rtol=3e-5, atol=1e-30)
 
 
 def test_blocks_cannot_be_changed() -> None:
     weight, numbers = weight_of("Q4_0", torch.float32)
     layer = linear(weight)
-    added = partial(weight.add_, 1)
-    for change in (weight.zero_, added, layer.double, layer.half, layer.share_memory):
+    add = partial(weight.add_, 1)
+    for change in (weight.zero_, add, layer.double, layer.half, layer.share_memory):
         with pytest.raises(RuntimeError, match="blocks of a file cannot be changed"):
             change()
     assert torch.equal(weight.expanded(), numbers)
@@ -297,12 +297,12 @@ def test_blocks_cannot_be_changed() -> None:
 def test_in_eight_bits_each_number_is_rounded_to_a_step_of_its_group(dtype: torch.dtype) -> None:
     weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[1, :32], weight[2, 32:] = 0.0, 1e-30
-    found = weights.in_8_bits(weight)
-    assert isinstance(found, QuantisedWeight)
-    assert found.dtype == dtype
+    quantised = weights.in_8_bits(weight)
+    assert isinstance(quantised, QuantisedWeight)
+    assert quantised.dtype == dtype
     groups = weight.float().view(5, 2, 32)
     steps = groups.abs().amax(-1, keepdim=True) / 127
-    error = (found.expanded().float().view(5, 2, 32) - groups).abs()
+    error = (quantised.expanded().float().view(5, 2, 32) - groups).abs()
     rounding = 2**-8 if dtype == torch.bfloat16 else 0.0
     assert bool((error <= steps * 0.51 + groups.abs() * rounding + 1e-29).all())
 
