@@ -46,29 +46,29 @@ def test_batches_hold_every_conversation_once_within_the_limit(talks: Talks) -> 
 
 def test_features_are_the_models_states_at_answers(backbone: Backbone, talks: Talks) -> None:
     batch = store.pad_batch(talks)
-    found = store.features(backbone, WHOLE, batch)
+    features = store.features(backbone, WHOLE, batch)
     with torch.no_grad():
         output = backbone.model(batch.ids, output_hidden_states=True)
     for layer in LAYERS:
-        assert torch.equal(found.hidden[layer], output.hidden_states[layer][batch.predicts])
+        assert torch.equal(features.hidden[layer], output.hidden_states[layer][batch.predicts])
     expected = output.logits[batch.predicts].log_softmax(-1).topk(5)
-    assert torch.equal(found.top_ids.long(), expected.indices)
+    assert torch.equal(features.top_ids.long(), expected.indices)
     # float16 near -5; largest difference measured: 0.0019
-    torch.testing.assert_close(found.top_log_probs.float(), expected.values, rtol=0, atol=4e-3)
-    assert found.following.tolist() == [token for talk in talks for token in talk.answer_ids]
+    torch.testing.assert_close(features.top_log_probs.float(), expected.values, rtol=0, atol=4e-3)
+    assert features.following.tolist() == [token for talk in talks for token in talk.answer_ids]
     # deep states are those of one position earlier
     rows, columns = batch.predicts.nonzero(as_tuple=True)
-    assert found.deep is not None
-    assert torch.equal(found.deep, output.hidden_states[-1][rows, columns - 1])
+    assert features.deep is not None
+    assert torch.equal(features.deep, output.hidden_states[-1][rows, columns - 1])
     # the announced size is the real one
     size = WHOLE.bytes_per_token(backbone.hidden_size, backbone.dtype.itemsize)
-    assert sum(tensor.nbytes for tensor in found.tensors().values()) == len(found) * size
+    assert sum(tensor.nbytes for tensor in features.tensors().values()) == len(features) * size
 
 
 def test_a_text_that_begins_with_an_answer_has_no_deep_state_at_first(backbone: Backbone) -> None:
-    found = store.features(backbone, WHOLE, store.pad_batch([Conversation((1, 2, 3), ((1, 3),))]))
-    assert found.deep is not None
-    assert found.deep.any(-1).tolist() == [False, True]
+    rows = store.features(backbone, WHOLE, store.pad_batch([Conversation((1, 2, 3), ((1, 3),))]))
+    assert rows.deep is not None
+    assert rows.deep.any(-1).tolist() == [False, True]
 
 
 def test_rows_continue_only_within_an_answer(backbone: Backbone) -> None:
@@ -76,15 +76,15 @@ def test_rows_continue_only_within_an_answer(backbone: Backbone) -> None:
         Conversation((1, 2, 3, 4, 5, 6, 7), ((2, 4), (5, 7))),
         Conversation((1, 2, 3), ((1, 3),)),
     ]
-    found = store.features(backbone, store.FeatureSpec((2,)), store.pad_batch(talks))
-    assert found.following.tolist() == [3, 4, 6, 7, 2, 3]
-    assert found.continues.tolist() == [False, True, False, True, False, True]
+    features = store.features(backbone, store.FeatureSpec((2,)), store.pad_batch(talks))
+    assert features.following.tolist() == [3, 4, 6, 7, 2, 3]
+    assert features.continues.tolist() == [False, True, False, True, False, True]
     spec = store.FeatureSpec((2,), everywhere=True)
     everywhere = store.features(backbone, spec, store.pad_batch(talks))
     assert everywhere.following.tolist() == [2, 3, 4, 5, 6, 7, 2, 3]
     assert everywhere.answers.tolist() == [False, True, True, False, True, True, True, True]
     assert everywhere.continues.tolist() == [False, *[True] * 5, False, True]
-    assert torch.equal(everywhere.hidden[2][everywhere.answers], found.hidden[2])
+    assert torch.equal(everywhere.hidden[2][everywhere.answers], features.hidden[2])
 
 
 # --- sources
@@ -147,35 +147,35 @@ def test_every_twentieth_batch_is_held_out(backbone: Backbone, talks: Talks) -> 
 
 
 def test_a_part_of_a_source_is_large_enough_and_mixed(backbone: Backbone, talks: Talks) -> None:
-    every = store.Selection(store.StreamSource(backbone, SPEC, talks * 4, 32))
-    part = every.limited(200)
-    assert 200 <= part.answers < 200 + max(every.source.answers)
+    selection = store.Selection(store.StreamSource(backbone, SPEC, talks * 4, 32))
+    part = selection.limited(200)
+    assert 200 <= part.answers < 200 + max(selection.source.answers)
     assert list(part.indices) == sorted(part.indices)
-    assert part.indices[-1] > len(every.indices) // 2
-    assert every.limited(10**9).indices == list(every.indices)
-    assert every.conversations == 48 > part.conversations
+    assert part.indices[-1] > len(selection.indices) // 2
+    assert selection.limited(10**9).indices == list(selection.indices)
+    assert selection.conversations == 48 > part.conversations
 
 
 @pytest.mark.usefixtures("small_shards")
 def test_a_cache_returns_identical_batches(
     backbone: Backbone, stream: store.StreamSource, tmp_path: Path
 ) -> None:
-    seen: list[tuple[int, bool]] = []
-    write(tmp_path / "features", stream, progress=lambda *entry: seen.append(entry))
-    found = store.CacheSource(tmp_path / "features", backbone)
+    entries: list[tuple[int, bool]] = []
+    write(tmp_path / "features", stream, progress=lambda *entry: entries.append(entry))
+    cache = store.CacheSource(tmp_path / "features", backbone)
     assert sum(stream.answers) == sum(12 + seed for seed in range(12))
     assert sum(stream.sizes) == sum(16 + seed for seed in range(12))
     assert len(shards(tmp_path / "features")) > 2
-    assert (found.spec, found.sizes, found.digest) == (SPEC, stream.sizes, stream.digest)
+    assert (cache.spec, cache.sizes, cache.digest) == (SPEC, stream.sizes, stream.digest)
     hashes = [files.sha256(path) for path in shards(tmp_path / "features")]
-    assert found.manifest == replace(manifest_of(stream), sha256=hashes)
-    assert sum(found.conversations) == 12
+    assert cache.manifest == replace(manifest_of(stream), sha256=hashes)
+    assert sum(cache.conversations) == 12
     for index in range(len(stream.sizes)):
-        assert_same(found.batch(index), stream.batch(index))
-    assert found.token_counts() == stream.token_counts()
-    assert seen == [(size, True) for size in stream.sizes]
+        assert_same(cache.batch(index), stream.batch(index))
+    assert cache.token_counts() == stream.token_counts()
+    assert entries == [(size, True) for size in stream.sizes]
     # each of several processes gets whole batches, and texts of the batches left over
-    for source in (store.Selection(found), store.Selection(stream)):
+    for source in (store.Selection(cache), store.Selection(stream)):
         parts = [[*source.batches(number, 4)] for number in range(4)]
         assert len(source.indices) == 6
         assert [*map(len, parts)] == [3, 2, 1, 1]
@@ -199,13 +199,13 @@ def test_processes_share_all_answers_of_a_text(backbone: Backbone, tmp_path: Pat
 @pytest.mark.usefixtures("small_shards")
 def test_bad_or_missing_shards_are_recomputed(stream: store.StreamSource, tmp_path: Path) -> None:
     write(tmp_path, stream)
-    whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    contents = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     lost, victim, *kept = shards(tmp_path)
-    victim.write_bytes(whole[victim.name][:-1] + bytes([whole[victim.name][-1] ^ 1]))
+    victim.write_bytes(contents[victim.name][:-1] + bytes([contents[victim.name][-1] ^ 1]))
     with pytest.raises(InvalidData, match=f"{victim.name} is damaged"):
         store.CacheSource(tmp_path, stream.backbone)
     write(tmp_path, stream)
-    assert victim.read_bytes() == whole[victim.name]
+    assert victim.read_bytes() == contents[victim.name]
     store.CacheSource(tmp_path, stream.backbone)
     lost.unlink()
     with pytest.raises(InvalidData, match=f"{lost.name} is damaged"):
@@ -214,12 +214,12 @@ def test_bad_or_missing_shards_are_recomputed(stream: store.StreamSource, tmp_pa
     manifest_of(stream, sha256=hashes).write(tmp_path)  # as after a killed run
     with pytest.raises(InvalidData, match="is unfinished"):
         store.CacheSource(tmp_path, stream.backbone)
-    os.truncate(victim, len(whole[victim.name]) - 1)
-    seen: list[tuple[int, bool]] = []
-    write(tmp_path, stream, progress=lambda *entry: seen.append(entry))
-    assert sum(not computed for _, computed in seen) == len(kept) > 0  # a whole shard at a time
-    assert sum(positions for positions, _ in seen) == sum(stream.sizes)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
+    os.truncate(victim, len(contents[victim.name]) - 1)
+    entries: list[tuple[int, bool]] = []
+    write(tmp_path, stream, progress=lambda *entry: entries.append(entry))
+    assert sum(not computed for _, computed in entries) == len(kept) > 0  # a whole shard at a time
+    assert sum(positions for positions, _ in entries) == sum(stream.sizes)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == contents
 
 
 @pytest.mark.usefixtures("small_shards")
@@ -227,28 +227,28 @@ def test_features_of_a_url_are_those_of_a_folder(
     backbone: Backbone, stream: store.StreamSource, tmp_path: Path
 ) -> None:
     """The URL points to memory of this process; a killed run resumes where it stopped."""
-    url, seen = f"memory://{tmp_path.name}", list[tuple[int, bool]]()
+    url, entries = f"memory://{tmp_path.name}", list[tuple[int, bool]]()
     write(tmp_path / "features", stream)
 
     def killed(positions: int, computed: bool) -> None:
-        seen.append((positions, computed))
-        if len(seen) == 5:
+        entries.append((positions, computed))
+        if len(entries) == 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         store.write(url, stream, manifest_of(stream), killed)
     with pytest.raises(InvalidData, match=f"{url} is unfinished"):
         store.CacheSource(url, backbone)
-    seen.clear()
-    store.write(url, stream, manifest_of(stream), lambda *entry: seen.append(entry))
-    assert {computed for _, computed in seen} == {True, False}
-    there = fsspec.filesystem("memory")
+    entries.clear()
+    store.write(url, stream, manifest_of(stream), lambda *entry: entries.append(entry))
+    assert {computed for _, computed in entries} == {True, False}
+    memory = fsspec.filesystem("memory")
     for path in (tmp_path / "features").iterdir():
-        assert there.cat_file(f"/{tmp_path.name}/{path.name}") == path.read_bytes()
-    found = store.CacheSource(url, backbone)
+        assert memory.cat_file(f"/{tmp_path.name}/{path.name}") == path.read_bytes()
+    cache = store.CacheSource(url, backbone)
     for index in range(len(stream.sizes)):
-        assert_same(found.batch(index), stream.batch(index))
-    there.pipe_file(f"/{tmp_path.name}/{path.name}", b"damaged")
+        assert_same(cache.batch(index), stream.batch(index))
+    memory.pipe_file(f"/{tmp_path.name}/{path.name}", b"damaged")
     with pytest.raises(InvalidData, match=f"{url}/{path.name} is damaged.* Remove it there"):
         store.CacheSource(url, backbone)
 
@@ -291,12 +291,12 @@ def test_variants_of_heads_are_fitted_to_a_cache(name: str, talks: Talks, tmp_pa
     spec = store.FeatureSpec((0, 2, 4, 5), deep=True, top_k=1, everywhere=True, states=states)
     write(tmp_path, store.StreamSource(backbone, spec, talks, 32))
     options = FitOptions(exit_layers=(0,), answer_share=1.0, draft_vocab_size=60, epochs=1)
-    found, held_out = fit_variant(
+    result, held_out = fit_variant(
         name, tmp_path, backbone, options, 1000, base_model="tiny", special_ids=()
     )
-    kept = chains(found.heads, held_out)
-    assert kept[0] == pytest.approx(found.metrics["layers"]["0"]["agreement"])
-    assert 1.0 >= kept[0] >= kept[1] >= kept[2] >= 0.0
+    shares = chains(result.heads, held_out)
+    assert shares[0] == pytest.approx(result.metrics["layers"]["0"]["agreement"])
+    assert 1.0 >= shares[0] >= shares[1] >= shares[2] >= 0.0
     assert HEAD_TYPES["deep-fused"] is DeepFusedHead
 
 
@@ -306,15 +306,15 @@ def test_variants_of_heads_are_fitted_to_a_cache(name: str, talks: Talks, tmp_pa
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @torch.inference_mode()
 def test_the_first_layers_are_kept_bit_for_bit(family: str) -> None:
-    whole = make_model(family)
+    large = make_model(family)
     ids = random_ids(9)
-    small: Any = cut(whole, 2)
-    expected = whole(ids, output_hidden_states=True).hidden_states[2]
+    small: Any = cut(large, 2)
+    expected = large(ids, output_hidden_states=True).hidden_states[2]
     _, last = small.base_model.layers
     with captured_outputs([last]) as outputs:
         small(ids)
     assert torch.equal(outputs[last], expected)
-    assert wrap(whole, draft_model=small).options.drafter == "draft-model"
+    assert wrap(large, draft_model=small).options.drafter == "draft-model"
 
 
 def test_a_cut_that_leaves_no_smaller_model_is_refused(model: PreTrainedModel) -> None:
@@ -326,7 +326,7 @@ def test_a_cut_that_leaves_no_smaller_model_is_refused(model: PreTrainedModel) -
 def test_a_fit_raises_agreement_and_changes_nothing_else(
     model: PreTrainedModel, talks: Talks
 ) -> None:
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    original = {name: value.clone() for name, value in model.state_dict().items()}
     small = cut(model, 2)
     at_first = agreement(small, talks, 64)
     batches = itertools.cycle(store.plan_batches(talks, 64))
@@ -334,8 +334,8 @@ def test_a_fit_raises_agreement_and_changes_nothing_else(
     # 12 texts learned by heart: 21 % before, 100 % after when measured
     assert agreement(small, talks, 64) > at_first + 0.4
     embedding: Any = small.get_input_embeddings()
-    assert torch.equal(embedding.weight, before["model.embed_tokens.weight"])
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(embedding.weight, original["model.embed_tokens.weight"])
+    assert all(torch.equal(value, original[name]) for name, value in model.state_dict().items())
     assert all(parameter.requires_grad for parameter in small.parameters())
     assert not small.training
 
@@ -345,12 +345,12 @@ def test_the_script_writes_a_draft_model(tmp_path: Path, model: PreTrainedModel)
     data = tmp_path / "talks.jsonl"
     data.write_text(talk_lines(model))
     folder = tmp_path / "small"
-    asked: dict[str, Any] = {"data": data, "validation": data, "model": str(tmp_path / "whole")}
-    draft_model.main(output=folder, **asked, steps=2, batch_tokens=64, validation_tokens=50)
-    found = json.loads((folder / "fit.json").read_text())
-    assert found["options"]["layers"] == 2
-    assert 0.0 <= found["agreement_before"] <= 1.0
+    options: dict[str, Any] = {"data": data, "validation": data, "model": str(tmp_path / "whole")}
+    draft_model.main(output=folder, **options, steps=2, batch_tokens=64, validation_tokens=50)
+    record = json.loads((folder / "fit.json").read_text())
+    assert record["options"]["layers"] == 2
+    assert 0.0 <= record["agreement_before"] <= 1.0
     speculator = load(tmp_path / "whole", draft_model=folder)
     assert speculator.generate("a b", raw=True, max_new_tokens=8).stats.drafted > 0
     with pytest.raises(InvalidOption, match="is there already"):
-        draft_model.main(output=folder, **asked)
+        draft_model.main(output=folder, **options)

@@ -63,8 +63,8 @@ def make_job(
 ) -> fitting.Job:
     options = replace(OPTIONS, **changes)
     text = selected(backbone, talks, options, batch_tokens)
-    more: Any = {"base_model": "tiny", "special_ids": special_ids, "checkpoint": checkpoint}
-    return fitting.Job(backbone=backbone, train=text, validation=text, options=options, **more)
+    fields: Any = {"base_model": "tiny", "special_ids": special_ids, "checkpoint": checkpoint}
+    return fitting.Job(backbone=backbone, train=text, validation=text, options=options, **fields)
 
 
 def fitted(backbone: Backbone, talks: Talks, **changes: Any) -> fitting.Fitted:
@@ -90,19 +90,19 @@ def shares(result: fitting.Fitted) -> list[float]:
 def test_a_fit_lowers_the_loss_and_raises_agreement(
     backbone: Backbone, talks: Talks, ce_share: float, head_type: str
 ) -> None:
-    seen: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     changes: dict[str, Any] = {"ce_share": ce_share, "head_type": head_type}
     job = make_job(backbone, talks, epochs=12, learning_rate=3e-2, **changes)
-    result = fitting.fit(job, lambda step, steps, _: seen.append((step, steps)))
-    assert seen == [(step + 1, len(seen)) for step in range(len(seen))]
-    before = fitted(backbone, talks, epochs=1, learning_rate=1e-12, **changes)
-    found = fitting.agreements(result.heads, job.validation.batches())
-    assert shares(result) == [found[layer].agreement for layer in LAYERS]
-    assert {one.positions for one in found.values()} == {job.validation.answers}
+    result = fitting.fit(job, lambda step, steps, _: progress.append((step, steps)))
+    assert progress == [(step + 1, len(progress)) for step in range(len(progress))]
+    untaught = fitted(backbone, talks, epochs=1, learning_rate=1e-12, **changes)
+    agreements = fitting.agreements(result.heads, job.validation.batches())
+    assert shares(result) == [agreements[layer].agreement for layer in LAYERS]
+    assert {agreement.positions for agreement in agreements.values()} == {job.validation.answers}
     for index, layer in enumerate(LAYERS):
         losses = [entry["train_loss"] for entry in result.epochs if entry["layer"] == layer]
         assert losses[-1] < 0.8 * losses[0]
-        assert shares(result)[index] > shares(before)[index] + 0.1
+        assert shares(result)[index] > shares(untaught)[index] + 0.1
 
 
 @pytest.mark.parametrize(
@@ -122,20 +122,20 @@ def test_heads_on_the_embedding_learn_to_draft_without_any_layer(
 def test_medusa_heads_learn_tokens_after_the_next_one(backbone: Backbone, talks: Talks) -> None:
     options: dict[str, Any] = {"head_type": "medusa", "exit_layers": (0,), "learning_rate": 3e-2}
     job = make_job(backbone, talks, epochs=20, **options)
-    found = fitting.fit(job)
-    assert found.heads.config.num_heads == 3
+    result = fitting.fit(job)
+    assert result.heads.config.num_heads == 3
     for batch in job.train.batches():
         assert batch.deep is not None
         wide = replace(batch, deep=batch.deep.repeat(1, 2))  # as from a cache with other states too
-        drafts = list(fitting.unroll(found.heads, 0, wide, 9))
+        drafts = list(fitting.unroll(result.heads, 0, wide, 9))
         for step, (features, valid) in enumerate(drafts):
-            head = found.heads.by_layer["0" if step == 0 else f"ahead_{step + 1}"]
+            head = result.heads.by_layer["0" if step == 0 else f"ahead_{step + 1}"]
             for row in valid.nonzero()[:, 0].tolist():
                 assert bool(batch.continues[row - step + 1 : row + 1].all())
             rows = valid.nonzero()[:, 0]
             expected = cast("Any", head).features(batch.deep[rows - step])
             torch.testing.assert_close(features[rows], expected)
-    best = found.metrics["layers"]["0"]
+    best = result.metrics["layers"]["0"]
     untaught = fitted(backbone, talks, epochs=20, step_decay=1e-9, **options).metrics["layers"]["0"]
     assert best["agreement"] > 0.5
     assert best["agreement_second"] > untaught["agreement_second"] + 0.1
@@ -149,9 +149,9 @@ def test_heads_that_attend_learn_from_the_logits_of_the_reference(name: str) -> 
     """Check every draft of a round at every place of two texts of different lengths."""
     heads, ids = read(HERE / name, HEADS[name][0]), text()
     table = target(HEADS[name][0]).model.embed_tokens  # replaced by the heads' own
-    seen = states(HEADS[name][0], list(heads.layers), ids)[0]
-    hidden = dict(zip(heads.layers, seen.split(WIDTH, -1), strict=True))
-    both = {layer: torch.cat([one[:7], one]) for layer, one in hidden.items()}
+    joined = states(HEADS[name][0], list(heads.layers), ids)[0]
+    hidden = dict(zip(heads.layers, joined.split(WIDTH, -1), strict=True))
+    both = {layer: torch.cat([state[:7], state]) for layer, state in hidden.items()}
     both[0] = torch.cat([table(ids[0, :7]), table(ids[0])])
     continues = torch.ones(7 + LENGTH, dtype=torch.bool)
     continues[[0, 7]] = False
@@ -159,9 +159,9 @@ def test_heads_that_attend_learn_from_the_logits_of_the_reference(name: str) -> 
     top = torch.zeros(7 + LENGTH, 1).long()
     batch = Features(both, following, continues, continues, top, top.half())
     expected = load_file(HERE / f"{name}.expected.safetensors")["logits"]
-    for step, (found, valid) in enumerate(fitting.unroll(heads, 0, batch, STEPS)):
+    for step, (features, valid) in enumerate(fitting.unroll(heads, 0, batch, STEPS)):
         assert valid[:7].tolist() == [place > step for place in range(7)]
-        rows = found[7 + FIRST + 1 + step :][:SHOWN]
+        rows = features[7 + FIRST + 1 + step :][:SHOWN]
         torch.testing.assert_close(heads.head.unembed(rows), expected[step], rtol=1e-5, atol=1e-5)
 
 
@@ -176,11 +176,11 @@ def test_fitted_heads_that_attend_are_read_back_from_disk(family: str, tmp_path:
     config = cast("AttendingConfig", replace(result.heads.config, **changes))
     result.heads.config = config
     records.write(tmp_path / "heads", result, {})
-    found = heads_of(tmp_path / "heads", backbone, "tiny")
-    kept = cast("AttendingConfig", found.config)
-    assert replace(kept, weights=None, layer=config.layer) == config
+    heads = heads_of(tmp_path / "heads", backbone, "tiny")
+    stored = cast("AttendingConfig", heads.config)
+    assert replace(stored, weights=None, layer=config.layer) == config
     for name, tensor in result.heads.tensors().items():
-        assert torch.equal(tensor, found.tensors()[name])
+        assert torch.equal(tensor, heads.tensors()[name])
     with pytest.raises(HeadsMismatch, match="Fit heads for it"):
         heads_of(tmp_path / "heads", Backbone(backbone.model, fingerprint="other"), "tiny")
     shutil.copytree(tmp_path / "heads", tmp_path / "killed")
@@ -196,11 +196,11 @@ def test_a_fit_goes_on_from_heads(backbone: Backbone, talks: Talks, head_type: s
     options = fitting.options_to_go_on(FitOptions(learning_rate=1e-9, epochs=1), first.heads)
     job = replace(make_job(backbone, talks), options=options, start=first.heads)
     text = selected(backbone, talks, options, BATCH_TOKENS)
-    found = fitting.fit(replace(job, train=text, validation=text))
+    second = fitting.fit(replace(job, train=text, validation=text))
     for name, tensor in weights(first).items():
-        assert torch.allclose(tensor, weights(found)[name], atol=1e-6), name
-    assert found.heads.config.training["before"] == first.heads.config.training
-    assert found.heads.config.exit_layers == layers
+        assert torch.allclose(tensor, weights(second)[name], atol=1e-6), name
+    assert second.heads.config.training["before"] == first.heads.config.training
+    assert second.heads.config.exit_layers == layers
 
 
 def test_heads_can_be_fitted_further_on_more_states(backbone: Backbone, talks: Talks) -> None:
@@ -208,14 +208,14 @@ def test_heads_can_be_fitted_further_on_more_states(backbone: Backbone, talks: T
     first = fitted(backbone, talks[:8], epochs=1, **kind).heads
     learned = []
     for rate in (1e-9, 1e-2):
-        wanted = FitOptions(learning_rate=rate, epochs=1, state_layers=(2, 5))
-        options = fitting.options_to_go_on(wanted, first)
+        new_options = FitOptions(learning_rate=rate, epochs=1, state_layers=(2, 5))
+        options = fitting.options_to_go_on(new_options, first)
         text = selected(backbone, talks, options, BATCH_TOKENS)
         job = replace(make_job(backbone, talks), options=options, start=first)
         learned.append(fitting.fit(replace(job, train=text, validation=text)).heads[0])
-    before, after = learned
+    slow, fast = learned
     name, size = "change.inner.weight", backbone.hidden_size
-    known, same, moved = (one.state_dict()[name] for one in (first[0], before, after))
+    known, same, moved = (head.state_dict()[name] for head in (first[0], slow, fast))
     torch.testing.assert_close(same[:, : 2 * size], known, rtol=0, atol=1e-6)
     assert float(same[:, 2 * size :].abs().max()) < 1e-6 < float(moved[:, 2 * size :].abs().max())
 
@@ -233,20 +233,20 @@ def test_unsuitable_heads_to_start_from_are_refused(backbone: Backbone, talks: T
 
 def test_coverage_is_the_share_that_can_be_drafted(backbone: Backbone, talks: Talks) -> None:
     counts = Counter(token for talk in talks for token in talk.answer_ids)
-    found = fitted(backbone, talks, draft_vocab_size=20, special_ids={95})
-    known = found.heads[2].to_target_ids(torch.arange(20)).tolist()
+    result = fitted(backbone, talks, draft_vocab_size=20, special_ids={95})
+    known = result.heads[2].to_target_ids(torch.arange(20)).tolist()
     assert 95 in known
     share = sum(counts[token] for token in known) / sum(counts.values())
-    assert found.metrics["coverage"] == pytest.approx(share)
+    assert result.metrics["coverage"] == pytest.approx(share)
     assert 0.0 < share < 1.0
 
 
 def test_a_fit_leaves_the_model_unchanged(talks: Talks) -> None:
     model = make_model("llama").train()
     model.requires_grad_(True)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fitted(Backbone(model), talks)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     for module in model.modules():
         assert module.training
@@ -258,7 +258,7 @@ def test_steps_are_those_of_a_plain_loop(backbone: Backbone, talks: Talks) -> No
     changes: dict[str, Any] = {"exit_layers": (2,), "draft_vocab_size": None}
     changes |= {"weight_decay": 0.1, "seed": 5}
     job = make_job(backbone, talks, **changes, epochs=1, warmup=0.5)
-    found = weights(fitting.fit(job))
+    learned = weights(fitting.fit(job))
     head = TranslatorHead(backbone.unembedding, DraftVocabulary.of(backbone.unembedding, None))
     decayed, plain = (
         [p for p in head.parameters() if (p.dim() == 2) is matrix] for matrix in (True, False)
@@ -277,7 +277,7 @@ def test_steps_are_those_of_a_plain_loop(backbone: Backbone, talks: Talks) -> No
         torch.nn.utils.clip_grad_norm_(head.parameters(), OPTIONS.max_grad_norm)
         optimizer.step()
     for name, weight in head.named_parameters():
-        torch.testing.assert_close(found[f"by_layer.2.{name}"], weight.detach())
+        torch.testing.assert_close(learned[f"by_layer.2.{name}"], weight.detach())
 
 
 def test_accumulated_batches_make_one_large_batch(backbone: Backbone, talks: Talks) -> None:
@@ -285,8 +285,8 @@ def test_accumulated_batches_make_one_large_batch(backbone: Backbone, talks: Tal
     large = make_job(backbone, talks, batch_tokens=10_000, **changes)
     parts = make_job(backbone, talks, batch_tokens=64, accumulate=99, **changes)
     assert len(large.train.indices) == 1 < len(parts.train.indices)
-    (once, *_), (again, *_) = (fitting.fit(job).epochs for job in (large, parts))
-    assert once["train_loss"] == pytest.approx(again["train_loss"], rel=1e-5)
+    (single, *_), (divided, *_) = (fitting.fit(job).epochs for job in (large, parts))
+    assert single["train_loss"] == pytest.approx(divided["train_loss"], rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -336,22 +336,22 @@ def test_a_killed_fit_ends_the_same(backbone: Backbone, talks: Talks, tmp_path: 
     for stop in (5, 6, 7):
         with pytest.raises(KeyboardInterrupt):
             fitting.fit(job, stop_after(stop))
-    seen: list[int] = []
-    assert_same(fitting.fit(job, lambda step, *_: seen.append(step)), expected)
-    assert seen[0] == 7
+    steps: list[int] = []
+    assert_same(fitting.fit(job, lambda step, *_: steps.append(step)), expected)
+    assert steps[0] == 7
 
 
 def test_a_fit_with_little_time_still_ends_its_learning_rate_schedule(
     backbone: Backbone, talks: Talks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds, left = itertools.count(), itertools.chain((5, 4, 3, 2, 1), itertools.repeat(0))
+    seconds, remaining = itertools.count(), itertools.chain((5, 4, 3, 2, 1), itertools.repeat(0))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
     schedule = noted(monkeypatch, fitting.Trainer, "_rate", lambda _, step: step)
-    found = fitting.fit(make_job(backbone, talks, epochs=4), left=lambda: float(next(left)))
+    result = fitting.fit(make_job(backbone, talks, epochs=4), left=lambda: float(next(remaining)))
     expected = [0, 2.4, 4.8, 7.2, 9.6]  # of 12 steps, a second each
     assert list(dict.fromkeys(schedule)) == pytest.approx(expected)  # two groups of parameters
-    assert found.metrics["steps"] == found.heads.config.training["steps"] == 5
-    assert {entry["epoch"] for entry in found.epochs} == {1, 2}
+    assert result.metrics["steps"] == result.heads.config.training["steps"] == 5
+    assert {entry["epoch"] for entry in result.epochs} == {1, 2}
 
 
 @pytest.fixture(scope="module")
@@ -392,11 +392,11 @@ def test_a_damaged_checkpoint_is_an_error_of_one_line(
     damage(tensors, record)
     path = tmp_path / hub.CHECKPOINT
     fitting.save_checkpoint(path, tensors, record)
-    before = path.read_bytes()
+    content = path.read_bytes()
     with pytest.raises(InvalidData, match="is no checkpoint") as caught:
         fitting.fit(make_job(backbone, talks, checkpoint=tmp_path / hub.CHECKPOINT))
     one_line(caught, path)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content
 
 
 def test_heads_have_the_given_kind_and_default_layers(backbone: Backbone, talks: Talks) -> None:
@@ -423,19 +423,19 @@ def test_only_features_that_heads_read_are_computed(backbone: Backbone, head_typ
 
 
 def test_answers_have_the_given_share_of_the_loss(backbone: Backbone, talks: Talks) -> None:
-    read = [Conversation(talk.ids, ()) for talk in talks]
-    text = selected(backbone, [*talks, *read], OPTIONS, BATCH_TOKENS)
+    prose = [Conversation(talk.ids, ()) for talk in talks]
+    text = selected(backbone, [*talks, *prose], OPTIONS, BATCH_TOKENS)
     assert text.answers == sum(len(talk.answer_ids) for talk in talks)
     assert text.positions == 2 * sum(len(talk.ids) - 1 for talk in talks)
     of_answers, of_others = fitting.answer_weights(text, 0.75)
     assert of_answers * text.answers == pytest.approx(0.75 * text.positions)
     assert of_others * (text.positions - text.answers) == pytest.approx(0.25 * text.positions)
     assert fitting.answer_weights(text, None) == (1.0, 1.0)
-    without = make_job(backbone, read, answer_share=0.75)  # text without answers is enough to fit
-    assert fitting.fit(replace(without, validation=text)).metrics["layers"]
-    for talks_or_none, said in (([], "0 tokens to fit, 0"), (read, "to fit, 0 answer tokens to")):
-        with pytest.raises(InvalidData, match=said):
-            fitted(backbone, talks_or_none)
+    job = make_job(backbone, prose, answer_share=0.75)  # text without answers is enough to fit
+    assert fitting.fit(replace(job, validation=text)).metrics["layers"]
+    for texts, reason in (([], "0 tokens to fit, 0"), (prose, "to fit, 0 answer tokens to")):
+        with pytest.raises(InvalidData, match=reason):
+            fitted(backbone, texts)
 
 
 def test_a_loss_that_is_not_finite_stops(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
@@ -507,9 +507,9 @@ def test_targets_are_the_next_token_and_the_distribution_within_the_draft_vocabu
     soft = -(full[:, DRAFT_IDS] * guess.log_softmax(-1)).sum()
     hard = functional.cross_entropy(guess[:2], torch.tensor([0, 2]), reduction="sum")
     index = fitting.draft_index(DRAFT_IDS, VOCAB_SIZE)
-    wanted = fitting.targets(few, index, ce_share, (1.0, 1.0))
+    targets = fitting.targets(few, index, ce_share, (1.0, 1.0))
     expected = ce_share * hard + (1 - ce_share) * soft
-    torch.testing.assert_close(fitting.cross_entropy(guess, *wanted), expected)
+    torch.testing.assert_close(fitting.cross_entropy(guess, *targets), expected)
 
 
 def test_positions_have_the_given_weights(few: Features, guess: torch.Tensor) -> None:

@@ -70,12 +70,12 @@ def test_the_recipe_shares_no_eight_words_with_a_benchmark() -> None:
     assert len(benchmark) > 500
     recipe = read_recipe()
     prompts = Prompts(recipe, Passages(), 0)
-    asked = [" ".join(filter(None, ask)) for family in recipe.families for ask in family.ask]
-    asked += [entry for entries in recipe.lists.values() for entry in entries]
+    turns = [" ".join(filter(None, ask)) for family in recipe.families for ask in family.ask]
+    turns += [entry for entries in recipe.lists.values() for entry in entries]
     for row in filter(None, map(prompts.row, range(5000))):
         filled = row.values | {"passage": "", "question": "", "language": ""}
-        asked += [turn.format_map(filled) for turn in row.turns if turn is not None]
-    shared = [text for text in asked if not ngrams(text).isdisjoint(benchmark)]
+        turns += [turn.format_map(filled) for turn in row.turns if turn is not None]
+    shared = [text for text in turns if not ngrams(text).isdisjoint(benchmark)]
     assert not shared
 
 
@@ -113,15 +113,15 @@ def test_families_have_their_share_evenly_spread(tmp_path: Path) -> None:
 
 
 def test_a_users_prompts_are_asked_once_with_their_braces(tmp_path: Path) -> None:
-    own = [("what is {x}?",), ("first", "second")]
-    prompts = Prompts(recipe_of(RECIPE, tmp_path), Passages(), 0, own)
+    questions = [("what is {x}?",), ("first", "second")]
+    prompts = Prompts(recipe_of(RECIPE, tmp_path), Passages(), 0, questions)
     rows = [prompts.row(number) for number in range(1000)]
-    asked = [
+    texts = [
         tuple(row.text(turn) for turn in row.turns)
         for row in rows
         if row and row.family.name == OWN
     ]
-    assert asked == own
+    assert texts == questions
     assert sum(row is None for row in rows) == 98
 
 
@@ -130,8 +130,8 @@ def test_a_users_prompts_are_asked_once_with_their_braces(tmp_path: Path) -> Non
 
 def test_passages_are_paragraphs_of_a_language(passages: Passages, tmp_path: Path) -> None:
     assert passages.languages == {"en", "de"}
-    found = [passages.drawn("en", number, "", 1) for number in range(5)]
-    assert sorted(found) == ["Five.", "Four.", "One.", "Three.", "Two."]
+    texts = [passages.drawn("en", number, "", 1) for number in range(5)]
+    assert sorted(texts) == ["Five.", "Four.", "One.", "Three.", "Two."]
     assert {passages.drawn("en", n, "", 8) for n in range(5)} == {
         "One.\n\nTwo.",
         "Two.\n\nThree.",
@@ -146,10 +146,10 @@ def test_passages_are_paragraphs_of_a_language(passages: Passages, tmp_path: Pat
 
 
 def test_the_digest_changes_with_the_text(passages: Passages, tmp_path: Path) -> None:
-    before = passages.digest
-    assert Passages(tmp_path / "passages", ("en", "de")).digest == before
+    digest = passages.digest
+    assert Passages(tmp_path / "passages", ("en", "de")).digest == digest
     (tmp_path / "passages" / "b.md").write_text("Four.")
-    assert Passages(tmp_path / "passages", ("en", "de")).digest != before
+    assert Passages(tmp_path / "passages", ("en", "de")).digest != digest
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty", "file"])
@@ -248,11 +248,11 @@ SMALL = {
 def test_every_input_file_was_written_before_or_is_in_the_repository() -> None:
     assert len(COMMANDS) >= 12
     written: set[str] = set()
-    for words in COMMANDS:
-        for flag, name in itertools.pairwise(words):
+    for command in COMMANDS:
+        for flag, name in itertools.pairwise(command):
             if flag in READ:
-                assert name in written or (ROOT / name).is_file(), f"{' '.join(words)}: {name}"
-        written |= {name for flag, name in itertools.pairwise(words) if flag in WRITTEN}
+                assert name in written or (ROOT / name).is_file(), f"{' '.join(command)}: {name}"
+        written |= {name for flag, name in itertools.pairwise(command) if flag in WRITTEN}
 
 
 def test_the_first_commands_give_calibrated_heads_that_are_used_by_default(
@@ -265,13 +265,13 @@ def test_the_first_commands_give_calibrated_heads_that_are_used_by_default(
         monkeypatch.setenv(f"SELFSPEC_{name.upper()}", value)
     steps = COMMANDS[1:6]  # after `adapt`, which tests/test_adaptation.py runs
     names = ["data", "fit", "data", "calibrate", "generate"]
-    assert [words[1] for words in steps] == names
-    for program, *words in steps:
-        small = ["40" if word.isdigit() and len(word) > 3 else word for word in words]
+    assert [command[1] for command in steps] == names
+    for program, *flags in steps:
+        small = ["40" if word.isdigit() and len(word) > 3 else word for word in flags]
         assert program == "selfspec"
-        assert main(small) == 0, " ".join(words)
-    found = HeadsConfig.read(tmp_path / "heads")
-    assert found.temperatures.keys() == {"2", "4"}
+        assert main(small) == 0, " ".join(flags)
+    config = HeadsConfig.read(tmp_path / "heads")
+    assert config.temperatures.keys() == {"2", "4"}
     capsys.readouterr()
     assert main(["generate", "--model", "MODEL", "a"]) == 0
     assert f"exit heads {tmp_path / 'heads'} are this model's" in capsys.readouterr().err

@@ -48,9 +48,9 @@ def test_the_fitted_temperature_makes_confidence_true() -> None:
     truth = torch.rand(4000, generator=generator) * 2.0  # logit of the first token, at least 0
     right = torch.rand(4000, generator=generator) < truth.sigmoid()
     confidence = torch.stack([(2.0 * truth / t).sigmoid() for t in records.TEMPERATURES])
-    found = records.reliability(records.Scores(confidence, right))
-    assert found.temperature == pytest.approx(2.0, rel=0.1)
-    assert found.ece < 0.02 < found.ece_before
+    reliability = records.reliability(records.Scores(confidence, right))
+    assert reliability.temperature == pytest.approx(2.0, rel=0.1)
+    assert reliability.ece < 0.02 < reliability.ece_before
 
 
 def test_exits_are_at_the_first_sure_layer() -> None:
@@ -62,7 +62,7 @@ def test_exits_are_at_the_first_sure_layer() -> None:
 def test_the_cost_model_predicts_a_simulated_scheduler() -> None:
     """Independent positions and two layers, counted over 40,000 rounds."""
     cost = DraftCost(rows=(0.3, 0.1, 0.2), head=0.05, num_layers=10)
-    found = (
+    odds = (
         ExitOdds((0.5, 0.3), 0.6),
         ExitOdds((0.4, 0.2), 0.3),
     )  # odds of the first draft, of later ones
@@ -71,19 +71,19 @@ def test_the_cost_model_predicts_a_simulated_scheduler() -> None:
     for _ in range(rounds):
         kept, alive = 0, True
         for place in range(3):
-            exits_at, right = found[place > 0].at, found[place > 0].right
+            exits_at, right = odds[place > 0].at, odds[place > 0].right
             seconds += 0.2 + cost.head
-            at = dice.random()
-            if at >= exits_at[0]:
+            draw = dice.random()
+            if draw >= exits_at[0]:
                 seconds += 0.4 + cost.head
-            if at >= sum(exits_at):
+            if draw >= sum(exits_at):
                 seconds -= 0.6  # the row has reached layer 6
                 break
             seconds += cost.rows[place]
             alive &= dice.random() < right / sum(exits_at)
             kept += alive
         tokens, seconds = tokens + kept + 1, seconds + 1.0
-    rate, gain = expected_gain(cost, (2, 6), *found, 3)
+    rate, gain = expected_gain(cost, (2, 6), *odds, 3)
     assert rate == pytest.approx(tokens / rounds, rel=0.01)
     assert gain == pytest.approx(tokens / seconds, rel=0.01)
 
@@ -96,34 +96,34 @@ def learned(backbone: Backbone, talks: Talks) -> tuple[Job, Fitted]:
 
 @pytest.fixture
 def fitted(learned: tuple[Job, Fitted]) -> Iterator[Fitted]:
-    before = learned[1].heads.config
+    config = learned[1].heads.config
     yield learned[1]
-    learned[1].heads.config = before
+    learned[1].heads.config = config
 
 
 def test_calibrated_heads_carry_settings_that_the_runtime_uses(
     backbone: Backbone, learned: tuple[Job, Fitted], fitted: Fitted, tmp_path: Path
 ) -> None:
     records.write(tmp_path, fitted, {})
-    found = records.calibrate(fitted.heads, learned[0].validation, FLAT)
-    records.write_calibration(fitted.heads, tmp_path, found, {"data": "talks"})
+    calibration = records.calibrate(fitted.heads, learned[0].validation, FLAT)
+    records.write_calibration(fitted.heads, tmp_path, calibration, {"data": "talks"})
     loaded = ExitHeads.from_pretrained(tmp_path, backbone, "tiny")
     options = SpeculationOptions().updated(loaded.config.defaults)
-    assert options.exit.layers == found.setting.exit_layers
-    assert options.exit.thresholds == found.setting.exit_threshold
+    assert options.exit.layers == calibration.setting.exit_layers
+    assert options.exit.thresholds == calibration.setting.exit_threshold
     assert loaded.config.temperatures == {
-        str(layer): entry.temperature for layer, entry in found.layers.items()
+        str(layer): entry.temperature for layer, entry in calibration.layers.items()
     }
     record = json.loads((tmp_path / records.CALIBRATION).read_text())
     assert record["run"] == {"data": "talks"}
-    assert record["positions"] == found.positions == 210
-    assert record["setting"]["speed_up"] == found.setting.speed_up > 1.0
-    nothing = Selection(learned[0].validation.source, ())
+    assert record["positions"] == calibration.positions == 210
+    assert record["setting"]["speed_up"] == calibration.setting.speed_up > 1.0
+    empty = Selection(learned[0].validation.source, ())
     with pytest.raises(InvalidData, match="holds no answers"):
-        records.calibrate(fitted.heads, nothing, FLAT)
-    alone = records.calibrate(fitted.heads, learned[0].validation, FLAT, most_layers=1).setting
-    assert (alone.exit_layers, found.setting.exit_layers) == ((2,), (2, 4))
-    assert 1.0 < alone.speed_up < found.setting.speed_up
+        records.calibrate(fitted.heads, empty, FLAT)
+    single = records.calibrate(fitted.heads, learned[0].validation, FLAT, most_layers=1).setting
+    assert (single.exit_layers, calibration.setting.exit_layers) == ((2,), (2, 4))
+    assert 1.0 < single.speed_up < calibration.setting.speed_up
 
 
 def test_slower_settings_are_never_written_and_the_report_names_the_faster(
@@ -132,19 +132,19 @@ def test_slower_settings_are_never_written_and_the_report_names_the_faster(
     records.write(tmp_path, fitted, {})
 
     def defaults(costs: Costs) -> tuple[SpeculationOptions, str]:
-        found = records.calibrate(fitted.heads, learned[0].validation, costs)
-        records.write_calibration(fitted.heads, tmp_path, found, {})
-        kept = HeadsConfig.read(tmp_path).defaults
-        return SpeculationOptions().updated(kept), calibration_words(found)
+        calibration = records.calibrate(fitted.heads, learned[0].validation, costs)
+        records.write_calibration(fitted.heads, tmp_path, calibration, {})
+        settings = HeadsConfig.read(tmp_path).defaults
+        return SpeculationOptions().updated(settings), calibration_words(calibration)
 
-    fast, words = defaults(FLAT)
+    fast, report = defaults(FLAT)
     assert (fast.drafter, fast.exit.layers is None) == ("ngram+exit", False)
-    assert "not faster" not in words
+    assert "not faster" not in report
     dear = replace(FLAT, head=9.0)
-    seen, words = defaults(dear)
-    assert (seen.drafter, seen.exit) == ("ngram", Exit())
-    assert "is not faster" in words
-    assert "--drafter ngram, prompt lookup" in words
+    slow, report = defaults(dear)
+    assert (slow.drafter, slow.exit) == ("ngram", Exit())
+    assert "is not faster" in report
+    assert "--drafter ngram, prompt lookup" in report
     assert defaults(replace(dear, row=1.0))[0].drafter == "none"
     assert defaults(FLAT)[0] == fast
 
@@ -157,14 +157,14 @@ def test_entropies_are_those_of_the_model_at_answers(backbone: Backbone, talks: 
             probs = backbone.model(torch.tensor([talk.ids])).logits[0].softmax(-1)
         ((first, end),) = talk.answers
         entropies.append(-(probs * probs.log()).sum(-1)[first - 1 : end - 1])
-    heard: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     for count, highest, batch_tokens in ((12, 11, 64), (12, 11, 10_000), (1, 1, 64)):
         expected = torch.cat(entropies[:count])
-        found = records.measured_entropy(
-            backbone, talks[:count], batch_tokens, lambda *done: heard.append(done)
+        entropy = records.measured_entropy(
+            backbone, talks[:count], batch_tokens, lambda *step: progress.append(step)
         )
         # float32, other batches; largest difference measured: 2e-6, and rounded to 4 places
-        assert found == pytest.approx(
+        assert entropy == pytest.approx(
             {
                 "entropy_threshold": expected.topk(highest).values.mean().item(),
                 "positions": len(expected),
@@ -172,7 +172,7 @@ def test_entropies_are_those_of_the_model_at_answers(backbone: Backbone, talks: 
             },
             abs=8e-5,
         )
-    assert heard == [*((step, 6) for step in range(1, 7)), (1, 1), (1, 1)]
+    assert progress == [*((step, 6) for step in range(1, 7)), (1, 1), (1, 1)]
 
 
 # --- records
@@ -195,10 +195,10 @@ def test_records_make_card_and_run(backbone: Backbone, talks: Talks, tmp_path: P
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == result.epochs
     (tmp_path / records.CALIBRATION).touch()
-    before = snapshot(tmp_path)
+    content = snapshot(tmp_path)
     with limited(resource.RLIMIT_FSIZE, 1), pytest.raises(CannotWrite):  # a full disk
         records.write(tmp_path, result, {})
-    assert snapshot(tmp_path) == before
+    assert snapshot(tmp_path) == content
     deep = fit_to(backbone, talks, head_type="deep-fused", ce_share=0.5)
     card = records.card(deep.heads.config, deep.metrics)
     share = deep.metrics["layers"]["2"]["agreement_second"]

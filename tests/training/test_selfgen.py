@@ -48,12 +48,12 @@ def test_a_line_holds_ids_and_text(written: Lines, tokenizer: PreTrainedTokenize
         *_, question, answer = line["messages"]
         if len(line["messages"]) > 2:
             continue
-        said = line["input_ids"][line["answer_start"] :]
+        answer_ids = line["input_ids"][line["answer_start"] :]
         assert line["input_ids"][: line["answer_start"]] == prompt_ids(tokenizer, [question])
-        expected = str(tokenizer.decode(said, skip_special_tokens=True))
+        expected = str(tokenizer.decode(answer_ids, skip_special_tokens=True))
         assert answer["content"].split() == expected.split()
-        assert 1 <= len(said) <= SMALL["max_new_tokens"]
-        assert selfgen.loop_start(said) is None
+        assert 1 <= len(answer_ids) <= SMALL["max_new_tokens"]
+        assert selfgen.loop_start(answer_ids) is None
         assert question["content"] == question["content"].strip() != ""
 
 
@@ -68,9 +68,9 @@ def test_every_family_has_rows_of_its_kind(written: Lines) -> None:
     for row in rows["article"]:
         articles[row["seed"]] += " " + row["messages"][1]["content"]
     for row in rows["about"]:
-        asked = row["messages"][0]["content"]
-        passages = [asked.removesuffix(f" {word}") for word in ("a", "b", "a b", "b b", "c a")]
-        passages.append(asked.removeprefix("b "))
+        question = row["messages"][0]["content"]
+        passages = [question.removesuffix(f" {word}") for word in ("a", "b", "a b", "b b", "c a")]
+        passages.append(question.removeprefix("b "))
         article = " ".join(articles[row["seed"]].split())
         assert any(" ".join(passage.split()) in article for passage in passages)
 
@@ -130,29 +130,29 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 def test_each_option_changes_the_text(
     tmp_path: Path, usual: list[list[int]], options: dict[str, Any]
 ) -> None:
-    found = ids_with(tmp_path / "other", **options)
-    assert found != usual
+    ids = ids_with(tmp_path / "other", **options)
+    assert ids != usual
     if "temperature" in options:  # the change is not due to sampling alone
-        assert found != ids_with(tmp_path, greedy_share=0.0)
+        assert ids != ids_with(tmp_path, greedy_share=0.0)
 
 
 def test_turns_are_given_or_invented(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     talk = 'families: {talk: {weight: 1, ask: [["{word}", null, "{word} b"]]}}\n'
-    words_of = "lists: {word: [" + ", ".join("abc"[i % 3] + " c" * i for i in range(60)) + "]}\n"
-    counts = invent(make_author(tokens=200, system="c"), tmp_path / "a", talk + words_of)
+    lists = "lists: {word: [" + ", ".join("abc"[i % 3] + " c" * i for i in range(60)) + "]}\n"
+    counts = invent(make_author(tokens=200, system="c"), tmp_path / "a", talk + lists)
     lengths = set()
     for line in read(tmp_path / "a"):
         roles = [message["role"] for message in line["messages"]]
         spans = line.get("answers", [[line.get("answer_start"), len(line["input_ids"])]])
         assert roles == ["system", *["user", "assistant"] * len(spans)]
         for number, (first, _) in enumerate(spans):
-            asked = line["messages"][: 2 * number + 2]
+            messages = line["messages"][: 2 * number + 2]
             header = words(line["input_ids"][:first])
-            assert header.endswith(f"{asked[-1]['content']} <end> <line> <start> assistant")
+            assert header.endswith(f"{messages[-1]['content']} <end> <line> <start> assistant")
         # a cut answer ends its conversation
         assert all(line["input_ids"][end - 1] == 1 for _, end in spans[:-1])
-        said = [message["content"] for message in line["messages"]]
-        assert len(spans) < 3 or said[5] == f"{said[1]} b"
+        contents = [message["content"] for message in line["messages"]]
+        assert len(spans) < 3 or contents[5] == f"{contents[1]} b"
         lengths.add(len(spans))
     assert lengths >= {1, 2}
     assert max(lengths) <= 3
@@ -178,14 +178,14 @@ def test_loops_are_cut_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     loops = 0
     for line in read(tmp_path / "a"):
         start = line["answer_start"]
-        prompt, said = line["input_ids"][:start], line["input_ids"][start:]
+        prompt, answer_ids = line["input_ids"][:start], line["input_ids"][start:]
         texts = selfgen.Texts(author.backbone, lambda tokens: None)
         texts.add(selfgen.Ask(prompt, 150, never, 0))
         while not (ended := texts.step()):
             pass
-        ((_, whole),) = ended
-        assert said == whole[: selfgen.loop_start(whole)]
-        loops += said != whole
+        ((_, uncut),) = ended
+        assert answer_ids == uncut[: selfgen.loop_start(uncut)]
+        loops += answer_ids != uncut
     assert counts.total("loops_cut") == loops > 0
     assert sum(line["loops"] for line in read(tmp_path / "a")) == loops
 
@@ -203,10 +203,10 @@ def test_batches_ahead_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     """The last batches are begun with a size that turns out to be wrong."""
     monkeypatch.setattr(selfgen, "_TALK_TOKENS", 8)
     author = make_author(tokens=500, batch_size=20)
-    asked = noted(monkeypatch, selfgen.Written, "propose", lambda _, numbers: numbers.start)
+    starts = noted(monkeypatch, selfgen.Written, "propose", lambda _, numbers: numbers.start)
     for ahead in (1, 4):
         invent(author, tmp_path / str(ahead), ahead=ahead)
-    assert len(set(asked)) < len(asked) - len(set(asked)), "a batch was proposed again"
+    assert len(set(starts)) < len(starts) - len(set(starts)), "a batch was proposed again"
     assert (tmp_path / "1").read_bytes() == (tmp_path / "4").read_bytes()
     assert (tmp_path / "1.run.json").read_bytes() == (tmp_path / "4.run.json").read_bytes()
 
@@ -253,19 +253,19 @@ def test_a_user_turn_ends_at_the_models_last_position() -> None:
 
 def test_empty_turns_are_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     author = make_author(batch_size=4)
-    said = iter([" ", "a", None, "c"])
+    replies = iter([" ", "a", None, "c"])
 
     def ask(_header: list[int], _rng: random.Random) -> Any:
-        return next(said)
+        return next(replies)
         yield
 
     monkeypatch.setattr(author, "ask", ask)
     monkeypatch.setattr(selfgen.Turns, "continuation", lambda *_: " ")  # answers only
     recipe = recipe_of("families: {free: {weight: 1, continues: true, ask: [b]}}", tmp_path)
-    kept, counts = selfgen.Written(author, Prompts(recipe, Passages(), 0)).propose(range(4))
-    assert kept == []
-    found = {name: n for name, n in counts.families["free"].items() if n}
-    assert found == {"unfinished": 2, "empty": 2}
+    rows, counts = selfgen.Written(author, Prompts(recipe, Passages(), 0)).propose(range(4))
+    assert rows == []
+    totals = {name: n for name, n in counts.families["free"].items() if n}
+    assert totals == {"unfinished": 2, "empty": 2}
 
 
 # --- duplicates, and rows that overlap with a benchmark
@@ -288,10 +288,10 @@ lists: {word: [a, c, a a, c c, a b, c b]}
     author = make_author(tokens=10_000)
     prompts = Prompts(recipe_of(recipe, tmp_path), Passages(), 0)
     excluded = selfgen.ngrams("C b b b b b b b")
-    kept, counts = selfgen.Written(author, prompts, excluded).propose(range(6))
+    rows, counts = selfgen.Written(author, prompts, excluded).propose(range(6))
     source = selfgen.Admission(author.options, excluded=excluded)
     assert counts.total("excluded") == 3  # c, c c and c b
-    assert not any(row["messages"][0]["content"].startswith("c b b b b b b b") for row in kept)
+    assert not any(row["messages"][0]["content"].startswith("c b b b b b b b") for row in rows)
     question = {"role": "user", "content": "is it kept"}
     for answer, new in (("it is C b b b b b b b", False), ("b", True), ("a", False)):
         turns = [question, {"role": "assistant", "content": answer}]
@@ -310,16 +310,16 @@ def test_rows_are_decoded_in_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_an_answer_that_nearly_repeats_another_is_dropped() -> None:
     source = selfgen.Admission(DataOptions())
-    counts, words, asked = Counts(), [f"w{n}" for n in range(60)], itertools.count()
+    counts, vocabulary, numbers = Counts(), [f"w{n}" for n in range(60)], itertools.count()
 
-    def new(said: list[str]) -> bool:
-        turns = [{"role": "user", "content": str(next(asked))}]
-        turns.append({"role": "assistant", "content": " ".join(said)})
+    def new(reply: list[str]) -> bool:
+        turns = [{"role": "user", "content": str(next(numbers))}]
+        turns.append({"role": "assistant", "content": " ".join(reply)})
         return source._is_new({"family": "f", "messages": turns}, counts)
 
-    assert new(words)
-    assert not new([*words[:55], "x", "y"])
-    assert new([*words[:20], *[f"v{n}" for n in range(40)]])
+    assert new(vocabulary)
+    assert not new([*vocabulary[:55], "x", "y"])
+    assert new([*vocabulary[:20], *[f"v{n}" for n in range(40)]])
     assert new(["short", "answer"])
     assert new(["short", "answer"])
     assert counts.total("alike") == 1
@@ -337,22 +337,22 @@ def test_prompts_are_those_of_the_template(tokenizer: PreTrainedTokenizerBase) -
     turns = selfgen.Turns.of(tokenizer, "c")
     messages = [*turns.messages(), {"role": "user", "content": "a b"}]
     assert turns.first_prompt("a b") == prompt_ids(tokenizer, messages)
-    said = turns.first_prompt("a b") + [WORDS.index(word) for word in ("b", "<end>")]
+    ids = turns.first_prompt("a b") + [WORDS.index(word) for word in ("b", "<end>")]
     messages += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    whole, start = prompt_ids(tokenizer, messages), turns.next_prompt(said, None)
-    assert turns.next_prompt(said, "c") == whole
-    assert whole[: len(start) + 1] == [*start, WORDS.index("c")]
+    prompt, start = prompt_ids(tokenizer, messages), turns.next_prompt(ids, None)
+    assert turns.next_prompt(ids, "c") == prompt
+    assert prompt[: len(start) + 1] == [*start, WORDS.index("c")]
     # an end token that the template does not write stays
-    said = [*turns.first_prompt("a"), WORDS.index("<unused>")]
-    assert words(turns.next_prompt(said, None)[len(said) :]) == "<end> <line> <start> user"
+    ids = [*turns.first_prompt("a"), WORDS.index("<unused>")]
+    assert words(turns.next_prompt(ids, None)[len(ids) :]) == "<end> <line> <start> user"
 
 
 def test_the_end_token_is_not_repeated_if_whitespace_precedes_it() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("<end>", "<line> <end>")
     turns = selfgen.Turns.of(tokenizer)
-    said = [*turns.first_prompt("a"), *map(WORDS.index, ("b", "<end>"))]
-    assert words(turns.next_prompt(said, None)[len(said) :]) == "<line> <start> user"
+    ids = [*turns.first_prompt("a"), *map(WORDS.index, ("b", "<end>"))]
+    assert words(turns.next_prompt(ids, None)[len(ids) :]) == "<line> <start> user"
 
 
 def test_special_and_template_tokens_end_a_question(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -360,8 +360,8 @@ def test_special_and_template_tokens_end_a_question(tokenizer: PreTrainedTokeniz
     assert ends == {"<start>", "<end>", "<unused>"}
     tokenizer.add_tokens(["[/Q]"])  # not special, but the template ends questions with it
     tokenizer.chat_template = "{% for m in messages %}[Q] {{ m.content }} [/Q] {% endfor %}"
-    own = tokenizer.convert_tokens_to_ids("[/Q]")
-    assert own in selfgen.Turns.of(tokenizer).question_ends()
+    end_id = tokenizer.convert_tokens_to_ids("[/Q]")
+    assert end_id in selfgen.Turns.of(tokenizer).question_ends()
 
 
 @pytest.mark.parametrize(
@@ -397,16 +397,16 @@ def test_a_user_turn_ends_where_a_template_without_end_tokens_begins_the_answer(
     tokenizer = templates.with_template(byte_level_bpe(), templates.read("vicuna"))
     turns = selfgen.Turns.of(tokenizer)
     header = turns.ids(turns.before)
-    said = turns.ids("What is a cat? ASSISTANT: It is")
-    assert turns.question(header, said) == "What is a cat? "
+    ids = turns.ids("What is a cat? ASSISTANT: It is")
+    assert turns.question(header, ids) == "What is a cat? "
     assert turns.question(header, turns.ids("What is a cat?")) is None
     end = tokenizer.eos_token_id
     assert isinstance(end, int)
     assert turns.question(header, [*turns.ids("What is a cat?"), end]) == "What is a cat?"
     prompt = turns.first_prompt("Q")
     assert str(turns.tokenizer.decode(prompt)).endswith(" USER: Q ASSISTANT:")
-    more = turns.next_prompt([*prompt, *turns.ids(" A"), end], "R")
-    assert str(turns.tokenizer.decode(more)).endswith("ASSISTANT: A<end>USER: R ASSISTANT:")
+    second = turns.next_prompt([*prompt, *turns.ids(" A"), end], "R")
+    assert str(turns.tokenizer.decode(second)).endswith("ASSISTANT: A<end>USER: R ASSISTANT:")
 
 
 # --- texts
@@ -430,11 +430,11 @@ def run(
         texts.add(selfgen.Ask(prompt, limit, ends, 100 * seed + place, **sampling)): place
         for place, prompt in enumerate(prompts)
     }
-    found: dict[int, list[int]] = {}
-    while len(found) < len(prompts):
-        found |= {places[text]: ids for text, ids in texts.step()}
+    answers: dict[int, list[int]] = {}
+    while len(answers) < len(prompts):
+        answers |= {places[text]: ids for text, ids in texts.step()}
     assert texts.step() == []
-    return [found[place] for place in range(len(prompts))]
+    return [answers[place] for place in range(len(prompts))]
 
 
 def test_a_looping_text_ends_with_the_third_occurrence(precise: Backbone) -> None:
@@ -442,17 +442,17 @@ def test_a_looping_text_ends_with_the_third_occurrence(precise: Backbone) -> Non
     token = run(precise)[0][0]
     with torch.no_grad():
         stuck.lm_head.weight[token] *= 100.0
-    found = run(Backbone(stuck), limit=200)
-    assert max(map(len, found)) < 200
-    for ids in found:
+    texts = run(Backbone(stuck), limit=200)
+    assert max(map(len, texts)) < 200
+    for ids in texts:
         assert selfgen.loop_start(ids) is not None
         assert selfgen.loop_start(ids[:-1]) is None
 
 
 def test_draws_come_from_the_seed_of_a_text(precise: Backbone) -> None:
-    before = torch.get_rng_state()
+    state = torch.get_rng_state()
     texts = run(precise, temperature=2.0)
-    assert torch.equal(torch.get_rng_state(), before), "global generators are left alone"
+    assert torch.equal(torch.get_rng_state(), state), "global generators are left alone"
     torch.manual_seed(3)
     assert run(precise, PROMPTS[:2], temperature=2.0) == texts[:2]
     assert run(precise, seed=1, temperature=2.0) != texts
@@ -462,16 +462,16 @@ def test_draws_come_from_the_seed_of_a_text(precise: Backbone) -> None:
 
 
 def test_the_models_own_defaults_do_not_change_the_text(precise: Backbone) -> None:
-    expected, drawn = run(precise), run(precise, temperature=1.0)
-    own = precise.model.generation_config
-    assert own is not None
+    expected, sampled = run(precise), run(precise, temperature=1.0)
+    config = precise.model.generation_config
+    assert config is not None
     odd = {"repetition_penalty": 5.0, "top_p": 0.01, "do_sample": True, "temperature": 9.0}
-    own.update(**odd, max_length=3)
+    config.update(**odd, max_length=3)
     try:
         assert run(precise) == expected
-        assert run(precise, temperature=1.0) == drawn
+        assert run(precise, temperature=1.0) == sampled
     finally:
-        own.update(**dict.fromkeys((*odd, "max_length")))
+        config.update(**dict.fromkeys((*odd, "max_length")))
 
 
 @pytest.mark.parametrize(
@@ -501,23 +501,23 @@ URL = "http://server"
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Request bodies sent to a server that echoes the last turn and "b", cut from four words on."""
-    found = list[dict[str, Any]]()
+    bodies = list[dict[str, Any]]()
 
     def answered(request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
-            known = {"data": [{"id": "its-model"}]}
-            return httpx.Response(200, json=known if request.url.path == "/v1/models" else [])
+            models = {"data": [{"id": "its-model"}]}
+            return httpx.Response(200, json=models if request.url.path == "/v1/models" else [])
         body = json.loads(request.content)
-        found.append(body | {"path": request.url.path, "key": request.headers["Authorization"]})
-        said = body["messages"][-1]["content"].replace("half", "\ud800")
-        reason = "length" if len(said.split()) > 3 else "stop"
-        choice = {"message": {"content": f"{said} b"}, "finish_reason": reason}
+        bodies.append(body | {"path": request.url.path, "key": request.headers["Authorization"]})
+        echo = body["messages"][-1]["content"].replace("half", "\ud800")
+        reason = "length" if len(echo.split()) > 3 else "stop"
+        choice = {"message": {"content": f"{echo} b"}, "finish_reason": reason}
         return httpx.Response(200, text=json.dumps({"choices": [choice]}))
 
     client = partial(httpx.Client, transport=httpx.MockTransport(answered))
     monkeypatch.setattr(httpx, "Client", client)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    return found
+    return bodies
 
 
 def remote(url: str, **options: Any) -> selfgen.Author:
@@ -538,9 +538,9 @@ def test_a_servers_answers_are_the_models_ids(asked: list[dict[str, Any]], tmp_p
         assert answer["content"].split() == [*question["content"].split(), "b"]
         ended = len(question["content"].split()) <= 3
         assert (row["input_ids"][-1] == author.turns.tokenizer.eos_token_id) is ended
-    seen = {name: {body[name] for body in asked} for name in ("path", "model", "key")}
-    assert seen["path"] == {"/v1/chat/completions"}
-    assert (seen["model"], seen["key"]) == ({"its-model"}, {"Bearer secret"})
+    fields = {name: {body[name] for body in asked} for name in ("path", "model", "key")}
+    assert fields["path"] == {"/v1/chat/completions"}
+    assert (fields["model"], fields["key"]) == ({"its-model"}, {"Bearer secret"})
     assert {body["temperature"] for body in asked} == {0.0, author.options.temperature}
     assert {body["max_tokens"] for body in asked} == {author.options.max_new_tokens}
     with pytest.raises(SelfspecError, match=r"v1/models is not OpenAI's format: .*TypeError"):
@@ -593,10 +593,10 @@ def answer(rows: Path, output: Path, ahead: int = 1, **options: Any) -> Counts:
 def test_questions_are_kept_and_the_model_answers_them(rows: Path, tmp_path: Path) -> None:
     counts = answer(rows, tmp_path / "out")
     lines = read(tmp_path / "out")
-    kept = [text for text in QUESTIONS if text != "A  b"]
-    asked = [line["messages"][0]["content"] for line in lines]
-    assert asked == [text for text in kept if text in asked]
-    assert counts.total("rows") == len(lines) == len(kept) - counts.total("empty")
+    distinct = [text for text in QUESTIONS if text != "A  b"]
+    questions = [line["messages"][0]["content"] for line in lines]
+    assert questions == [text for text in distinct if text in questions]
+    assert counts.total("rows") == len(lines) == len(distinct) - counts.total("empty")
     assert (counts.total("duplicates"), counts.total("bad_rows")) == (1, 1)
     assert [line["messages"][1]["content"] for line in lines] != ["b"] * len(lines)
     assert not any(line["sampled"] for line in lines)
@@ -606,12 +606,12 @@ def test_questions_are_kept_and_the_model_answers_them(rows: Path, tmp_path: Pat
 
 def test_a_rows_own_system_message_wins(tokenizer: PreTrainedTokenizerBase) -> None:
     system = {"role": "system", "content": "b"}
-    own = selfgen.talk_of({"messages": [system, *said("a", "c", "b")]}, tokenizer, "c")
-    assert own.messages == [system]
-    assert (own.question, own.pending) == ("a", ["b"])
-    given = selfgen.talk_of({"messages": said(" a ")}, tokenizer, "c")
-    assert given.messages == [{"role": "system", "content": "c"}]
-    assert given.prompt == prompt_ids(tokenizer, [*given.messages, *said("a")])
+    talk = selfgen.talk_of({"messages": [system, *said("a", "c", "b")]}, tokenizer, "c")
+    assert talk.messages == [system]
+    assert (talk.question, talk.pending) == ("a", ["b"])
+    plain = selfgen.talk_of({"messages": said(" a ")}, tokenizer, "c")
+    assert plain.messages == [{"role": "system", "content": "c"}]
+    assert plain.prompt == prompt_ids(tokenizer, [*plain.messages, *said("a")])
 
 
 @pytest.mark.parametrize(

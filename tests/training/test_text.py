@@ -44,8 +44,8 @@ LINE = b'{"input_ids": [1, 2, 3, 4], "answer_start": 2, "messages": []}\n'
 
 def read(path: Path, *, skip: bool = False, **limits: Any) -> Talks:
     sizes = {"vocab_size": VOCAB_SIZE, "max_length": 64} | limits
-    known = make_tokenizer()
-    return text.read_conversations(path, known, skip_bad_rows=skip, **sizes)
+    tokenizer = make_tokenizer()
+    return text.read_conversations(path, tokenizer, skip_bad_rows=skip, **sizes)
 
 
 def numbers(path: Path, **options: Any) -> list[Any]:
@@ -62,10 +62,10 @@ def test_formats_are_equivalent(record: dict[str, Any], tokenizer: PreTrainedTok
     """Every assistant turn is an answer, up to its end token."""
     assert text.messages_of(record) == TALK
     ids, answers = text.encoded(record, tokenizer)
-    said = [[WORDS[token] for token in ids[first:end]] for first, end in answers]
-    assert said == [["b", "<end>"], ["a", "a", "<end>"]]
-    whole: Any = tokenizer.apply_chat_template(TALK, return_dict=True)
-    assert list(ids) == whole["input_ids"]
+    texts = [[WORDS[token] for token in ids[first:end]] for first, end in answers]
+    assert texts == [["b", "<end>"], ["a", "a", "<end>"]]
+    encoding: Any = tokenizer.apply_chat_template(TALK, return_dict=True)
+    assert list(ids) == encoding["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_templates_may_end_turns_in_any_way(turns: str, answers: list[str]) -> N
         "{% for m in messages %}" + turns + "{% endfor %}"
         "{% if add_generation_prompt %}assistant {% endif %}"
     ).replace("{% if loop.last %}", "{% if loop.last and not add_generation_prompt %}")
-    ids, found = text.encoded({"messages": TALK}, tokenizer)
-    assert [" ".join(WORDS[token] for token in ids[first:end]) for first, end in found] == answers
+    ids, spans = text.encoded({"messages": TALK}, tokenizer)
+    assert [" ".join(WORDS[token] for token in ids[first:end]) for first, end in spans] == answers
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ BAD: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize(
     ("row", "reason"),
-    [(row, reason) for reason, several in BAD.items() for row in several],
+    [(row, reason) for reason, rows in BAD.items() for row in rows],
     ids=lambda value: repr(value)[:40],
 )
 def test_a_bad_row_is_named_with_line_and_reason(tmp_path: Path, row: Any, reason: str) -> None:
@@ -184,8 +184,8 @@ LINES, ARRAY = b'{"n": 1}\n{"n": 2}\n', b' [{"n": 1},\n {"n": 2}]'
 @pytest.mark.parametrize("content", [LINES, ARRAY])
 def test_only_json_files_may_hold_an_array(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    whole = content == LINES or name.removesuffix(".gz") == "a.json"
-    assert numbers(tmp_path / name, skip_bad_rows=True) == ([1, 2] if whole else [])
+    accepted = content == LINES or name.removesuffix(".gz") == "a.json"
+    assert numbers(tmp_path / name, skip_bad_rows=True) == ([1, 2] if accepted else [])
 
 
 CONTENTS: dict[str, tuple[str, bytes]] = {
@@ -361,20 +361,20 @@ def test_lines_of_users_are_kept(tmp_path: Path, name: str, coming: int, added: 
     writer._save(replace(writer._run, next=BATCHES[0] * coming))
     with path.open("ab") as file:
         file.write(block + added)
-    before = path.read_bytes()
+    content = path.read_bytes()
     with pytest.raises(InvalidData, match=r"what follows byte \d+ was not written"):
         opened(path)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content
 
 
 def test_a_run_that_was_stopped_after_saving_its_record_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, saves = tmp_path / "a.jsonl", [None, KeyboardInterrupt]
-    writer, own = filled(path, 0, 1), text.Writer._save
+    writer, save = filled(path, 0, 1), text.Writer._save
 
     def stopped(self: text.Writer, run: Any) -> None:
-        own(self, run)
+        save(self, run)
         if (error := saves.pop(0)) is not None:
             raise error
 
