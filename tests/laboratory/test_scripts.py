@@ -63,9 +63,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def prompts(tmp_path: Path) -> str:
     """A file of eight prompts."""
-    words = [" ".join(f"{number:03b}".replace("0", "a").replace("1", "b")) for number in range(8)]
+    texts = [" ".join(f"{number:03b}".replace("0", "a").replace("1", "b")) for number in range(8)]
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in words))
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in texts))
     return str(path)
 
 
@@ -90,7 +90,7 @@ def test_agreement_is_counted_by_kind_and_position(
     heads.save(tmp_path / "heads")
     agreement.main([str(tmp_path / "heads")], tmp_path / "out", tiny_model, prompts, new_tokens=9)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    ((right,),) = (found.values() for found in summary["right"].values())
+    ((right,),) = (by_layer.values() for by_layer in summary["right"].values())
     numbers = [number for _, number in right["all"]]
     assert numbers[0] > numbers[1] > numbers[2] > 0, "answers of at least three tokens"
     assert all(0 <= count <= number for count, number in right["all"])
@@ -104,12 +104,12 @@ def test_agreement_is_counted_by_kind_and_position(
 def test_peaks_of_memory_are_read_from_the_kernel(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "apart", lambda work, *given: work(*given))
+    monkeypatch.setattr(memory, "apart", lambda work, *inputs: work(*inputs))
     memory.load(tmp_path, model=tiny_model, dtypes="float32", executors="generic")
-    (found,) = json.loads((tmp_path / "summary.json").read_text())["cases"]
-    assert found["executor"] == "generic"
-    assert 0.0 < found["model_mb"] < 1.0
-    assert found["loading_mb"] <= found["generating_mb"]
+    (figures,) = json.loads((tmp_path / "summary.json").read_text())["cases"]
+    assert figures["executor"] == "generic"
+    assert 0.0 < figures["model_mb"] < 1.0
+    assert figures["loading_mb"] <= figures["generating_mb"]
 
 
 def test_the_page_of_families_says_what_runs_on_which_executor_and_why_not(tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ def test_the_page_of_families_says_what_runs_on_which_executor_and_why_not(tmp_p
     lines = out.read_text(encoding="utf-8").splitlines()
     table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     columns, *rows = table
-    found = {row[0]: dict(zip(columns, row, strict=False)) for row in rows}
-    assert found.keys() == {"llama", "opt", "mamba"}
-    assert found["llama"]["text"] == found["opt"]["text"] == "exact"
-    assert found["opt"]["executor"] == "generic"
-    assert found["opt"]["why"] == "not fused: positions are not rotated"
-    assert found["mamba"]["text"] == "refused"
-    assert "cannot be rewound" in found["mamba"]["why"]
+    by_family = {row[0]: dict(zip(columns, row, strict=False)) for row in rows}
+    assert by_family.keys() == {"llama", "opt", "mamba"}
+    assert by_family["llama"]["text"] == by_family["opt"]["text"] == "exact"
+    assert by_family["opt"]["executor"] == "generic"
+    assert by_family["opt"]["why"] == "not fused: positions are not rotated"
+    assert by_family["mamba"]["text"] == "refused"
+    assert "cannot be rewound" in by_family["mamba"]["why"]
     assert "3 families: 2 exact, 1 refused." in lines
     with pytest.raises(CannotWrite, match="is there already"):
         families.main(out, only="llama")
@@ -151,33 +151,33 @@ class Fake:
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         self.asked.append(request)
-        own = {self.part: [3, 4]} if request["prompt"] == self.odd else {}
+        difference = {self.part: [3, 4]} if request["prompt"] == self.odd else {}
         counts = {"rounds": len(request["prompt"])}
         answer = {"ids": [1, 2], "logits": "ab", "counts": counts, "seconds": self.seconds}
-        return answer | own
+        return answer | difference
 
 
 def test_both_versions_answer_every_prompt_with_and_without_drafts() -> None:
     versions = [Fake(2.0), Fake(1.0)]
-    found = two_versions.answers([one.ask for one in versions], ["a", "bc"], 7)
-    assert list(zip(found.prompt, found.way, strict=True)) == [
+    frame = two_versions.answers([version.ask for version in versions], ["a", "bc"], 7)
+    assert list(zip(frame.prompt, frame.way, strict=True)) == [
         *(("a", "plain"), ("a", "default"), ("bc", "plain"), ("bc", "default"))
     ]
     for version in versions:
         assert [request.get("speculate") for request in version.asked] == [False, None] * 2
         assert all(request["max_new_tokens"] == 7 for request in version.asked)
-    assert set(found.differ) == {""}
-    assert two_versions.different(found).empty
-    for row in two_versions.speeds(found).itertuples(index=False):
+    assert set(frame.differ) == {""}
+    assert two_versions.different(frame).empty
+    for row in two_versions.speeds(frame).itertuples(index=False):
         assert tuple(row) == (1.0, 2.0, 2.0, 2.0, 2.0, 2.0)
 
 
 @pytest.mark.parametrize("part", ["ids", "logits", "counts"])
 def test_differing_parts_are_named(part: str) -> None:
-    found = two_versions.answers([Fake(1.0).ask, Fake(1.0, "bc", part).ask], ["a", "bc"], 7)
-    assert list(found.differ) == ["", "", part, part]
+    frame = two_versions.answers([Fake(1.0).ask, Fake(1.0, "bc", part).ask], ["a", "bc"], 7)
+    assert list(frame.differ) == ["", "", part, part]
     unlike = [("plain", part, "bc"), ("default", part, "bc")]
-    assert [*two_versions.different(found).itertuples(index=False, name=None)] == unlike
+    assert [*two_versions.different(frame).itertuples(index=False, name=None)] == unlike
 
 
 # --- llama.cpp and OpenVINO, by stand-ins
@@ -256,13 +256,13 @@ def test_all_methods_answer_in_turn(tmp_path: Path) -> None:
         numbers=True,
     )
     answers = [json.loads(line) for line in (out / "answers.jsonl").open()]
-    theirs = [name + drafts for name in (LLAMA, OPENVINO, INT4) for drafts in ("", LOOKUP)]
-    more = [THEIRS, *(THEIRS + name for name in ASSISTED)]
-    ours = ["plain", "chain", "text"]
+    rivals = [name + drafts for name in (LLAMA, OPENVINO, INT4) for drafts in ("", LOOKUP)]
+    hf_ways = [THEIRS, *(THEIRS + name for name in ASSISTED)]
+    methods = ["plain", "chain", "text"]
     for answer in answers:
         runs = answer["runs"]
-        assert runs.keys() == {*theirs, *ours, *more, *(NUMBERS + name for name in ours)}
-        assert {name for name, run in runs.items() if not run["equal"]} == {*theirs}
+        assert runs.keys() == {*rivals, *methods, *hf_ways, *(NUMBERS + name for name in methods)}
+        assert {name for name, run in runs.items() if not run["equal"]} == {*rivals}
         assert all(len(run["arrivals"]) > 1 for run in runs.values())
     summary = json.loads((out / "summary.json").read_text())
     assert summary["methods"]["text"]["setting"] == {"drafter": "ngram", "costs": "row=0"}
@@ -278,9 +278,9 @@ def test_invalid_arguments_are_named(tmp_path: Path) -> None:
             compare.named_settings([text])
     with pytest.raises(InvalidOption, match="'1,x': expected numbers"):
         lab.numbers("1,x", int)
-    for wrong in ({"shape": "llama"}, {"kind": "Q4"}):
-        with pytest.raises(InvalidOption, match=f"unknown {next(iter(wrong))} "):
-            random_gguf.main(tmp_path / "it.gguf", **wrong)
+    for arguments in ({"shape": "llama"}, {"kind": "Q4"}):
+        with pytest.raises(InvalidOption, match=f"unknown {next(iter(arguments))} "):
+            random_gguf.main(tmp_path / "it.gguf", **arguments)
     with pytest.raises(InvalidOption, match="no whole blocks of 256"):
         random_gguf.main(tmp_path / "it.gguf", "smollm2-135m", "Q4_K")
     assert not [*tmp_path.iterdir()]
@@ -298,10 +298,10 @@ def test_a_missing_program_is_named(tmp_path: Path) -> None:
 def test_passes_of_all_programs_are_timed(tmp_path: Path) -> None:
     files: dict[str, Any] = {"output": tmp_path / "passes", "model": tmp_path / "it.gguf"}
     micro.passes(python=sys.executable, rows="1,3", in_front=20, threads=1, repeats=1, **files)
-    found = json.loads((tmp_path / "passes/summary.json").read_text())
-    assert found["seconds"].keys() == {"blocks", "numbers", LLAMA}
-    assert all(seconds.keys() == {"1", "3"} for seconds in found["seconds"].values())
-    assert found["limit_s"]["blocks"] < found["limit_s"]["numbers"]
+    summary = json.loads((tmp_path / "passes/summary.json").read_text())
+    assert summary["seconds"].keys() == {"blocks", "numbers", LLAMA}
+    assert all(seconds.keys() == {"1", "3"} for seconds in summary["seconds"].values())
+    assert summary["limit_s"]["blocks"] < summary["limit_s"]["numbers"]
 
 
 # --- times by rows
@@ -310,9 +310,9 @@ def test_passes_of_all_programs_are_timed(tmp_path: Path) -> None:
 def run(command: Any, output: Path, **options: Any) -> dict[str, Any]:
     """Run a command and return its summary; the command prints the page."""
     command(output=output, **options)
-    found: dict[str, Any] = json.loads((output / "summary.json").read_text())
-    assert found["command"].startswith("python ")
-    return found
+    summary: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    assert summary["command"].startswith("python ")
+    return summary
 
 
 @pytest.mark.parametrize(
@@ -336,13 +336,13 @@ def test_every_part_is_timed_by_rows(
     options: dict[str, Any],
     things: set[str],
 ) -> None:
-    monkeypatch.setattr(micro, "apart", lambda work, *given: work(*given))
-    found = run(command, tmp_path, model=tiny_model, repeats=1, **options)["seconds"]
-    assert found.keys() == things
+    monkeypatch.setattr(micro, "apart", lambda work, *inputs: work(*inputs))
+    seconds = run(command, tmp_path, model=tiny_model, repeats=1, **options)["seconds"]
+    assert seconds.keys() == things
     counts = str(options.get("rows", options.get("lengths"))).split(",")
-    for seconds in found.values():
-        assert list(seconds) == counts
-        assert all(one > 0 for one in seconds.values())
+    for times in seconds.values():
+        assert list(times) == counts
+        assert all(time > 0 for time in times.values())
     assert (tmp_path / "table.md").read_text().count("\n| ") >= 3
 
 
@@ -352,8 +352,8 @@ def test_brackets_show_shares_of_the_reference() -> None:
     assert lines[0] == "| part | 1 | 4 |"
     assert lines[2] == "| all layers | 3.000 (0.75) | 6.000 (0.75) |"
     assert micro.as_table("", seconds).splitlines()[2].endswith("6.000 (2.00) |")
-    more = {"limit": {"unembedding": "0.5"}}
-    assert micro.as_table("", seconds, more=more).splitlines()[3].endswith(" | 0.5 |")
+    columns = {"limit": {"unembedding": "0.5"}}
+    assert micro.as_table("", seconds, more=columns).splitlines()[3].endswith(" | 0.5 |")
 
 
 # --- linear layers
@@ -366,9 +366,9 @@ def test_rates_are_bytes_and_operations_over_time(
     monkeypatch.setattr(micro, "arithmetic_rate", lambda _: 150.0)
     monkeypatch.setattr(micro, "one_layer", lambda *_: {"ours": {1: 0.002, 4: 0.004}})
     monkeypatch.setitem(SHAPES, "odd", Shape(500, 1000, 1, 5, 1, 10**6, 1))
-    found = run(micro.linear, tmp_path, shapes="odd", dtypes="bfloat16", rows="1,4")
-    assert found["memory_gb_s"] == 30.0
-    names = [name.split(", ", 1)[1] for name in found["seconds"]]
+    summary = run(micro.linear, tmp_path, shapes="odd", dtypes="bfloat16", rows="1,4")
+    assert summary["memory_gb_s"] == 30.0
+    names = [name.split(", ", 1)[1] for name in summary["seconds"]]
     assert names[0] == "queries, keys, values 700×500, ours"
     assert len(names) == 4  # the head is too large
     (down,) = (line for line in (tmp_path / "table.md").read_text().splitlines() if "down" in line)
@@ -380,13 +380,13 @@ def test_rates_are_bytes_and_operations_over_time(
 
 @needs_compiler
 def test_a_slow_kernel_is_not_timed_at_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = (32, 16, torch.float32, (1, 2), 0, Clock(micro.CPU, 1))
-    assert {name: [*found] for name, found in micro.one_layer(*asked).items()} == {
+    arguments = (32, 16, torch.float32, (1, 2), 0, Clock(micro.CPU, 1))
+    assert {name: [*times] for name, times in micro.one_layer(*arguments).items()} == {
         "ours": [1, 2],
         "torch": [1, 2],
     }
     monkeypatch.setattr(micro, "_PATIENCE_S", 0.0)
-    assert all([*found] == [1] for found in micro.one_layer(*asked).values())
+    assert all([*times] == [1] for times in micro.one_layer(*arguments).values())
 
 
 def test_drafts_at_other_sizes_are_simulated_from_rows(tiny_model: str, tmp_path: Path) -> None:
@@ -395,8 +395,8 @@ def test_drafts_at_other_sizes_are_simulated_from_rows(tiny_model: str, tmp_path
     assert drafts == 2
     assert gain == pytest.approx((1 + 0.6 + 0.36) / 1.4)
     assert micro.best_chain(0.05, costs, 0.1) == (1.0, 0)
-    found = run(micro.sizes, tmp_path, models=tiny_model, rates="0.5,0.9", repeats=1)["sizes"]
-    (size,) = found.values()
+    sizes = run(micro.sizes, tmp_path, models=tiny_model, rates="0.5,0.9", repeats=1)["sizes"]
+    (size,) = sizes.values()
     assert size["rows"]["1"] == 1.0
     assert size["best"]["0.9"][0] >= size["best"]["0.5"][0] >= 1.0
     assert "simulated" in (tmp_path / "table.md").read_text()
@@ -417,8 +417,8 @@ def test_the_page_of_costs_has_the_computed_tables(tmp_path: Path) -> None:
 
 
 def steps_of(output: Path, command: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((output / f"{command}.json").read_text())["steps"]
-    return found
+    steps: dict[str, Any] = json.loads((output / f"{command}.json").read_text())["steps"]
+    return steps
 
 
 def test_every_step_runs_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,16 +457,16 @@ def test_steps_that_fail_hang_or_no_longer_fit_are_recorded_and_others_run(tmp_p
     steps.append(Step(61, breaks, {"for": "long"}))
     with pytest.raises(typer.Exit):
         gpu_hour.carried_out(Hour(tmp_path, None, 1, tiny=True), "some", steps)
-    found = steps_of(tmp_path, "some")
-    assert {name: (entry["outcome"], entry.get("said")) for name, entry in found.items()} == {
+    entries = steps_of(tmp_path, "some")
+    assert {name: (entry["outcome"], entry.get("said")) for name, entry in entries.items()} == {
         "breaks": ("failed", "no such kernel"),
         "hangs": ("failed", "stopped after 0 s"),
         "works": ("done", None),
         "breaks, long": ("not begun", None),
     }
-    broken = found["breaks"]
-    assert (broken["found"], broken["error"]) == ({"half": 1}, "ValueError")
-    assert broken["trace"][-1].endswith(" breaks")
+    entry = entries["breaks"]
+    assert (entry["found"], entry["error"]) == ({"half": 1}, "ValueError")
+    assert entry["trace"][-1].endswith(" breaks")
 
 
 def test_without_a_model_file_weights_are_random_and_the_label_says_why(
@@ -497,18 +497,18 @@ def test_the_search_skips_more_layers_and_records_speed_and_cost(
 
     def run(**options: Any) -> dict[str, Any]:
         self_sd.main(tmp_path, suite=prompts, new_tokens=12, limit=2, **options)
-        found: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
-        return found
+        summary: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
+        return summary
 
-    found = run(ratio=0.5)
-    sizes = [one["skipped"] for one in found["sizes"]]
-    assert [len(one) for one in sizes] == [1, 2, 3]
-    assert all(set(one) < set(more) <= {2, 3, 4, 5, 6} for one, more in pairwise(sizes))
-    assert found["skipped"] == max(found["sizes"], key=lambda one: one["speed"])["skipped"]
-    costs = [one["cost"] for one in found["sizes"]]
+    summary = run(ratio=0.5)
+    sizes = [size["skipped"] for size in summary["sizes"]]
+    assert [len(layers) for layers in sizes] == [1, 2, 3]
+    assert all(set(fewer) < set(more) <= {2, 3, 4, 5, 6} for fewer, more in pairwise(sizes))
+    assert summary["skipped"] == max(summary["sizes"], key=lambda one: one["speed"])["skipped"]
+    costs = [size["cost"] for size in summary["sizes"]]
     assert 1.0 > costs[0] > costs[1] > costs[2] > 0.5
     monkeypatch.setattr(self_sd, "RULE", Skip(threshold=0.0, max_tokens=1))
-    assert run(ratio=0.2)["sizes"][0]["speed"] != found["sizes"][0]["speed"]
+    assert run(ratio=0.2)["sizes"][0]["speed"] != summary["sizes"][0]["speed"]
 
 
 # --- SpecBound: early models, heads that are wrong on demand, what a round should cost
@@ -518,8 +518,8 @@ IDS = random_ids(11)
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(IDS).logits
-    return found
+        output: torch.Tensor = model(IDS).logits
+    return output
 
 
 @pytest.mark.parametrize(
@@ -527,14 +527,14 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 )
 def test_layers_that_add_nothing_change_no_bit(family: str, dtype: torch.dtype) -> None:
     base = make_model(family, dtype)
-    before = logits(base)
+    original = logits(base)
     deep = early_model(base, 6, 3)
-    assert torch.equal(logits(deep), before)
+    assert torch.equal(logits(deep), original)
     assert Backbone(deep).num_layers == 9  # conformance, and agreement of the packed weights
     layers = [*base.get_decoder().layers, *deep.get_decoder().layers]
     assert len({layer.mlp.gate_proj.weight.data_ptr() for layer in layers}) == 6 + 9
     assert layers[-1].mlp.gate_proj.weight.any()
-    assert torch.equal(logits(base), before)
+    assert torch.equal(logits(base), original)
     with torch.no_grad():  # a shorter model gives the logit lens's logits
         hidden = base(IDS, output_hidden_states=True).hidden_states[4]
         expected = base.get_output_embeddings()(base.get_decoder().norm(hidden))
@@ -542,13 +542,13 @@ def test_layers_that_add_nothing_change_no_bit(family: str, dtype: torch.dtype) 
 
 
 def test_a_model_without_an_early_variant_is_refused() -> None:
-    odd = make_model("llama")
+    model = make_model("llama")
     with pytest.raises(InvalidOption, match="7 layers asked for, the model has 6"):
-        early_model(odd, 7, 1)
-    for layer in odd.model.layers:
+        early_model(model, 7, 1)
+    for layer in model.model.layers:
         layer.mlp = torch.nn.Identity()
     with pytest.raises(UnsupportedModel, match="down_proj"):
-        early_model(odd, 6, 1)
+        early_model(model, 6, 1)
 
 
 def test_a_dialled_head_is_wrong_at_the_set_rate() -> None:
@@ -569,8 +569,8 @@ def test_points_are_ratios_of_totals_of_medians() -> None:
     kept = [3, 1, 3, 2, 1]  # tokens of each round; after nine of ten no draft fits
 
     def run(tokens: list[int], seconds: float, equal: bool = True) -> Run:
-        heard = [(1, 9.0), *((count, seconds / len(tokens)) for count in tokens)]
-        return Run(arrivals=heard, equal=equal, counts={"seconds": {"heads": 0.16}})
+        arrivals = [(1, 9.0), *((count, seconds / len(tokens)) for count in tokens)]
+        return Run(arrivals=arrivals, equal=equal, counts={"seconds": {"heads": 0.16}})
 
     times = {"a": [(2, 1), (2, 1), (9, 7)], "b": [(6, 3), (6, 4), (6, 3)]}
     answers = [
@@ -600,10 +600,10 @@ def test_points_are_ratios_of_totals_of_medians() -> None:
 def test_every_setting_is_timed_in_turn_with_plain_decoding(
     tiny_model: str, prompts: str, tmp_path: Path
 ) -> None:
-    what: dict[str, Any] = {"model": tiny_model, "dtype": "float32", "suite": prompts, "limit": 2}
+    common: dict[str, Any] = {"model": tiny_model, "dtype": "float32", "suite": prompts, "limit": 2}
     heads: dict[str, Any] = {"layers": 3, "extra_layers": "9,3", "draft_vocab_size": 90}
     heads |= {"max_draft_tokens": "1,3", "wrong_shares": "0,0.4"}
-    specbound.main(tmp_path / "out", max_new_tokens=13, repeats=2, **what, **heads)
+    specbound.main(tmp_path / "out", max_new_tokens=13, repeats=2, **common, **heads)
     for extra in (9, 3):
         lines = (tmp_path / f"out/{extra}-layers-more/answers.jsonl").read_text().splitlines()
         answers = list(map(json.loads, lines))
