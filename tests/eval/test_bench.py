@@ -45,16 +45,16 @@ def speculator() -> Speculator:
 
     The draft model has two layers. All are in float64, so that all methods write equal tokens.
     """
-    found = wrap(
+    speculator = wrap(
         make_model("llama", torch.float64),
         make_tokenizer(),
         heads="logit-lens",
         draft_model=make_model("llama", torch.float64, num_hidden_layers=2),
         drafter="exit:layers=2/4,threshold=0.04/0.06,max_tokens=3",
     )
-    found.runtime.datastore = Datastore.of(random_ids(20_000).tolist(), make_tokenizer())
-    found.options = found.options.updated({"skip": "skipped=3"})
-    return found
+    speculator.runtime.datastore = Datastore.of(random_ids(20_000).tolist(), make_tokenizer())
+    speculator.options = speculator.options.updated({"skip": "skipped=3"})
+    return speculator
 
 
 @pytest.fixture
@@ -85,10 +85,10 @@ def test_all_methods_write_the_same_tokens_for_every_turn_by_the_clock(
     bench: Bench, contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A question's second turn follows plain decoding's answer to its first."""
-    asked = noted(monkeypatch, text, "encode", lambda _, prompt: copy.deepcopy(prompt))
+    prompts = noted(monkeypatch, text, "encode", lambda _, prompt: copy.deepcopy(prompt))
     answers = measure(bench, contenders, tmp_path)
-    roles, said = ("user", "assistant", "user"), ("c b", answers[1].text, "a a")
-    assert [tuple(turn.values()) for turn in asked[-2]] == [*zip(roles, said, strict=True)]
+    roles, contents = ("user", "assistant", "user"), ("c b", answers[1].text, "a a")
+    assert [tuple(turn.values()) for turn in prompts[-2]] == [*zip(roles, contents, strict=True)]
     keys = [("one", 1, 1), ("two", 1, 1), ("two", 2, 1), ("three", 1, 1)]
     assert [answer.key for answer in answers] == keys
     for answer in answers:
@@ -151,26 +151,26 @@ def test_texts_of_lossy_methods_are_judged_up_to_their_own_end(
     loose = {"acceptance": "cm-asd:top_beta=100,tolerance=100", "exit": {"threshold": 1e-6}}
     monkeypatch.setattr(speculator, "options", speculator.options.updated(loose))
     model = speculator.model
-    entries = [replace(grid(speculator, one)[0], label=one) for one in ("plain", "cm-asd")]
+    entries = [replace(grid(speculator, name)[0], label=name) for name in ("plain", "cm-asd")]
     path = tmp_path / "answers.jsonl"
     question = replace(QUESTIONS[1], reference="a b")
     ids = text.encode(speculator.tokenizer, question.turns[0])
-    own = speculator.generate(ids, max_new_tokens=COUNT, acceptance="cm-asd").token_ids
+    lossy = speculator.generate(ids, max_new_tokens=COUNT, acceptance="cm-asd").token_ids
     plain = speculator.generate(ids, max_new_tokens=COUNT, speculate=False).token_ids
-    end = next(token for token in own[2:] if token not in plain)
+    end = next(token for token in lossy[2:] if token not in plain)
     monkeypatch.setattr(model.generation_config, "eos_token_id", end)
     first, second = bench.measure([question], entries, path, quiet)
     assert first.runs["plain"].quality is None
-    found, later = first.runs["cm-asd"].quality, second.runs["cm-asd"].quality
-    assert found is not None
+    quality, later = first.runs["cm-asd"].quality, second.runs["cm-asd"].quality
+    assert quality is not None
     assert later is not None
-    assert found.tokens == own.index(end) + 1 < found.plain_tokens == COUNT
-    assert found.first_divergence == results.first_divergence(own[: found.tokens], plain)
-    assert found.edit_distance == results.edit_distance(own[: found.tokens], plain)
-    assert found.plain_text == first.text != found.text
-    assert found.log_likelihood == results.log_likelihood(model, ids, own[: found.tokens])
-    assert found.plain_log_likelihood == results.log_likelihood(model, ids, plain)
-    assert (found.reference, later.reference) == (None, "a b")
+    assert quality.tokens == lossy.index(end) + 1 < quality.plain_tokens == COUNT
+    assert quality.first_divergence == results.first_divergence(lossy[: quality.tokens], plain)
+    assert quality.edit_distance == results.edit_distance(lossy[: quality.tokens], plain)
+    assert quality.plain_text == first.text != quality.text
+    assert quality.log_likelihood == results.log_likelihood(model, ids, lossy[: quality.tokens])
+    assert quality.plain_log_likelihood == results.log_likelihood(model, ids, plain)
+    assert (quality.reference, later.reference) == (None, "a b")
     assert sum(count for count, _ in first.runs["cm-asd"].arrivals) == COUNT  # the timed text
     assert results.read(path) == [first, second]
 
@@ -221,25 +221,25 @@ def test_a_method_that_fails_is_recorded_and_the_others_go_on(
 def test_a_bad_prompt_is_noted(bench: Bench, contenders: list[Contender], tmp_path: Path) -> None:
     endless = Question(id="long", task="QA", turns=(" ", "b"))
     path = tmp_path / "answers.jsonl"
-    found = bench.measure([endless, QUESTIONS[0]], contenders, path, quiet)
-    assert [answer.key for answer in found] == [("long", 1, 1), ("one", 1, 1)]
-    assert found[0].error
-    assert found[0].runs == {}
-    before = path.read_text()
-    assert bench.measure([endless, QUESTIONS[0]], contenders, path, quiet) == found
-    assert path.read_text() == before
+    answers = bench.measure([endless, QUESTIONS[0]], contenders, path, quiet)
+    assert [answer.key for answer in answers] == [("long", 1, 1), ("one", 1, 1)]
+    assert answers[0].error
+    assert answers[0].runs == {}
+    content = path.read_text()
+    assert bench.measure([endless, QUESTIONS[0]], contenders, path, quiet) == answers
+    assert path.read_text() == content
 
 
 def test_a_broken_run_resumes(bench: Bench, contenders: list[Contender], tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
-    whole = measure(bench, contenders, tmp_path)
+    expected = measure(bench, contenders, tmp_path)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:2]) + lines[2][:40])  # killed in question two's second turn
-    again = measure(bench, contenders, tmp_path)
-    assert [answer.key for answer in again] == [answer.key for answer in whole]
-    assert again[:2] == whole[:2]
+    answers = measure(bench, contenders, tmp_path)
+    assert [answer.key for answer in answers] == [answer.key for answer in expected]
+    assert answers[:2] == expected[:2]
     assert path.read_text().startswith("".join(lines[:2]))
-    assert measure(bench, [broken(fails)], tmp_path) == again  # nothing is left to measure
+    assert measure(bench, [broken(fails)], tmp_path) == answers  # nothing is left to measure
 
 
 # --- choice of settings and of questions
@@ -252,14 +252,14 @@ def test_the_fastest_setting_that_did_not_fail_is_chosen() -> None:
     grid = {"m": [contender("a"), contender("b"), contender("c")], "plain": [contender("p")]}
 
     def timed(*seconds: float | None) -> Answer:
-        runs = [Run(error="no") if one is None else Run(seconds=one) for one in seconds]
+        runs = [Run(error="no") if time is None else Run(seconds=time) for time in seconds]
         return Answer(id="q", task="t", turn=1, repeat=1, runs=dict(zip("abc", runs, strict=True)))
 
     tuning = [timed(5.0, 2.0, 1.0), timed(5.0, 3.0, None)]
     tuning.append(Answer(id="x", task="t", turn=1, repeat=1, error="too long"))
-    found = methods.best_of(grid, tuning)
-    assert (found["m"].label, found["m"].setting) == ("m", {"of": "b"})
-    assert found["plain"].label == "plain"
+    winners = methods.best_of(grid, tuning)
+    assert (winners["m"].label, winners["m"].setting) == ("m", {"of": "b"})
+    assert winners["plain"].label == "plain"
     assert methods.best_of(grid, [])["m"].setting == {"of": "a"}
     # each failed once: the prompt that both answered decides
     tuning = [timed(None, 9.0, None), timed(1.0, None, None), timed(4.0, 3.0, None)]
@@ -270,8 +270,8 @@ def test_settings_are_chosen_on_questions_that_are_not_reported() -> None:
     suite = [Question(id=str(number), task="t", turns=(str(number),)) for number in range(8)]
     options = BenchOptions(tune_questions=2, limit=3)
     assert methods.split(suite, options, tuning=False) == ([suite[0], suite[2], suite[5]], [])
-    reported, others = methods.split(suite, options, tuning=True)
-    assert [question.id for question in others] == ["0", "4"]
+    reported, tuning = methods.split(suite, options, tuning=True)
+    assert [question.id for question in tuning] == ["0", "4"]
     assert [question.id for question in reported] == ["1", "3", "6"]
     with pytest.raises(InvalidOption, match="Give fewer --tune-questions"):  # nothing is left
         methods.split(suite[:1], BenchOptions(), tuning=True)
@@ -285,11 +285,11 @@ def test_continuous_batching_gets_only_the_memory_that_its_texts_need(
 ) -> None:
     """By default transformers allocates and clears nearly all free memory for each batch."""
     model: Any = bare.model
-    blocks, ours = [], model.generate_batch
+    blocks, original = [], model.generate_batch
 
     def counted(group: Any, config: Any, room: Any, **options: Any) -> Any:
         blocks.append(room.num_blocks)
-        return ours(group, config, room, **options)
+        return original(group, config, room, **options)
 
     monkeypatch.setitem(vars(model), "generate_batch", counted)
     prompts = [random_ids(length) for length in (3, 170, 100)]
@@ -298,22 +298,22 @@ def test_continuous_batching_gets_only_the_memory_that_its_texts_need(
 
 
 def test_a_model_without_continuous_batching_is_refused_and_not_measured() -> None:
-    other = wrap(make_model("gpt_neox"), make_tokenizer(), heads="none")
+    neox = wrap(make_model("gpt_neox"), make_tokenizer(), heads="none")
     with pytest.raises(InvalidOption, match=r"failed \(.+\)\. Leave hugging-face-continuous out"):
-        continuous(other, [random_ids(3)], COUNT, 1)
+        continuous(neox, [random_ids(3)], COUNT, 1)
 
 
 def test_answers_of_all_methods_end_at_the_templates_end_of_turn(bare: Speculator) -> None:
-    own = copy.copy(bare)
-    own.tokenizer = make_tokenizer()
-    (token,) = own.generate("a b c", max_new_tokens=3).token_ids[2:]
-    options, found = BenchOptions(max_new_tokens=LONG), dict[TurnEnd, list[Load]]()
-    for end in (TurnEnd(token=token), TurnEnd(text=str(own.tokenizer.decode([token])))):
-        own.turn_end = end
-        found[end] = [*measured(own, QUESTIONS, (3,), [*concurrency.METHODS], options)]
-        assert own.turn_end is end
-        assert [one.same for one in found[end]] == [len(QUESTIONS)] * len(concurrency.METHODS)
-    by_token, by_text = (loads[0].tokens for loads in found.values())
+    speculator = copy.copy(bare)
+    speculator.tokenizer = make_tokenizer()
+    (token,) = speculator.generate("a b c", max_new_tokens=3).token_ids[2:]
+    options, loads = BenchOptions(max_new_tokens=LONG), dict[TurnEnd, list[Load]]()
+    for end in (TurnEnd(token=token), TurnEnd(text=str(speculator.tokenizer.decode([token])))):
+        speculator.turn_end = end
+        loads[end] = [*measured(speculator, QUESTIONS, (3,), [*concurrency.METHODS], options)]
+        assert speculator.turn_end is end
+        assert [load.same for load in loads[end]] == [len(QUESTIONS)] * len(concurrency.METHODS)
+    by_token, by_text = (entries[0].tokens for entries in loads.values())
     assert by_token < by_text == LONG * len(QUESTIONS)
 
 
@@ -322,18 +322,18 @@ def test_loads_of_a_killed_run_are_kept(speculator: Speculator, tmp_path: Path) 
 
     def begun(texts: list[int], *, overwrite: bool = False) -> list[Load]:
         record = {"made_by": "selfspec bench", "texts": texts}
-        return results.begun(path, record, lambda one: Load(**one), overwrite=overwrite)
+        return results.begun(path, record, lambda fields: Load(**fields), overwrite=overwrite)
 
     assert begun([1, 2]) == []
-    kept = load("plain", 2, 0, 50.0)
-    files.append(path, json.dumps(asdict(kept)))
+    stored = load("plain", 2, 0, 50.0)
+    files.append(path, json.dumps(asdict(stored)))
     with path.open("a") as file:
         file.write('{"method": "pl')  # killed while writing
-    assert begun([1, 2]) == [kept]
-    options, both = BenchOptions(max_new_tokens=2, repeats=1), ("plain", "default")
-    again = measured(speculator, QUESTIONS, (1, 2), both, options, [kept])
-    found = [(one.method, one.texts) for one in again]
-    assert sorted(found) == [("default", 1), ("default", 2), ("plain", 1)]
+    assert begun([1, 2]) == [stored]
+    options, names = BenchOptions(max_new_tokens=2, repeats=1), ("plain", "default")
+    loads = measured(speculator, QUESTIONS, (1, 2), names, options, [stored])
+    pairs = [(entry.method, entry.texts) for entry in loads]
+    assert sorted(pairs) == [("default", 1), ("default", 2), ("plain", 1)]
     with pytest.raises(CannotWrite, match="holds another run"):
         begun([1])
     assert begun([1], overwrite=True) == []
@@ -343,18 +343,18 @@ def test_loads_of_a_killed_run_are_kept(speculator: Speculator, tmp_path: Path) 
 
 
 def test_arrivals_of_our_runtime_are_grouped_by_round() -> None:
-    no: dict[str, Any] = {key: [] for key in ("draft_tokens", "exit_layers", "sources", "kept")}
-    rounds = [Round(tokens=[0] * count, ended="off", **no) for count in (1, 2, 1)]
-    heard = [(1, 2.0), (1, 3.0), (1, 3.25), (1, 5.0)]
-    found = methods.arrivals(heard, 1.5, Written([0] * 4, rounds))
-    assert found == [(1, 0.5), (2, 1.25), (1, 1.75)]
+    empty: dict[str, Any] = {key: [] for key in ("draft_tokens", "exit_layers", "sources", "kept")}
+    rounds = [Round(tokens=[0] * count, ended="off", **empty) for count in (1, 2, 1)]
+    times = [(1, 2.0), (1, 3.0), (1, 3.25), (1, 5.0)]
+    arrivals = methods.arrivals(times, 1.5, Written([0] * 4, rounds))
+    assert arrivals == [(1, 0.5), (2, 1.25), (1, 1.75)]
     assert methods.arrivals([(3, 2.0), (1, 3.0)], 1.5, Written([0] * 4)) == [(3, 0.5), (1, 1.0)]
 
 
 def load(method: str, texts: int, repeat: int, rate: float, **more: object) -> Load:
     """A load of `rate` tokens per second without the prompts, and half as many with them."""
-    found: Any = {"seconds": 2.0, "tokens": int(rate), "steps_s": 1.0, "steps_tokens": int(rate)}
-    return Load(method=method, texts=texts, repeat=repeat, **found | {"same": 3} | more)
+    figures: Any = {"seconds": 2.0, "tokens": int(rate), "steps_s": 1.0, "steps_tokens": int(rate)}
+    return Load(method=method, texts=texts, repeat=repeat, **figures | {"same": 3} | more)
 
 
 def rows_of(loads: list[Load]) -> list[dict[str, str]]:
@@ -366,9 +366,9 @@ def test_a_table_has_medians_and_a_ratio_to_plain_by_repeat() -> None:
     rates = {"plain": (100, 120, 80), "default": (150, 180, 120)}
     loads = [
         load(method, texts, repeat, rate * texts, first_s=[1.0, 2.0])
-        for method, some in rates.items()
+        for method, speeds in rates.items()
         for texts in (1, 4)
-        for repeat, rate in enumerate(some)
+        for repeat, rate in enumerate(speeds)
     ]
     waits = {"first, ms: p50": "1500.0", "first, ms: p95": "2000.0", "as alone": "3"}
     expected = (
@@ -392,10 +392,10 @@ def test_cells_without_a_measurement_stay_empty() -> None:
 
 @pytest.mark.parametrize("steps", [0, 30])
 def test_a_summary_has_figures_and_no_lists(steps: int) -> None:
-    found = load("plain", 1, 0, 10, first_s=[0.1, 0.3], steps_tokens=steps).summary()
-    assert found["first_s"] == pytest.approx([0.2, 0.29])
-    assert found["gaps_s"] is None
-    assert found["decode_tokens_per_s"] == (steps or None)
+    summary = load("plain", 1, 0, 10, first_s=[0.1, 0.3], steps_tokens=steps).summary()
+    assert summary["first_s"] == pytest.approx([0.2, 0.29])
+    assert summary["gaps_s"] is None
+    assert summary["decode_tokens_per_s"] == (steps or None)
 
 
 # --- methods
@@ -408,9 +408,9 @@ def plain(speculator: Speculator) -> list[int]:
 
 
 def moved(speculator: Speculator, **values: Any) -> Speculator:
-    other = copy.copy(speculator)
-    other.options = speculator.options.updated(values)
-    return other
+    twin = copy.copy(speculator)
+    twin.options = speculator.options.updated(values)
+    return twin
 
 
 @pytest.fixture(scope="module")
@@ -420,12 +420,12 @@ def bare() -> Speculator:
 
 def written(speculator: Speculator, name: str, number: int = 0) -> Written:
     contender = grid(speculator, name)[number]
-    own = TurnEnd(token=speculator.generate(random_ids(9), max_new_tokens=1).token_ids[0])
-    speculator.turn_end = own
+    end = TurnEnd(token=speculator.generate(random_ids(9), max_new_tokens=1).token_ids[0])
+    speculator.turn_end = end
     with endless(speculator):
-        found = contender.decode(speculator, random_ids(9), LONG)
-    assert speculator.turn_end is own
-    return found
+        answer = contender.decode(speculator, random_ids(9), LONG)
+    assert speculator.turn_end is end
+    return answer
 
 
 def grid(speculator: Speculator, name: str) -> list[Contender]:
@@ -444,10 +444,10 @@ def test_every_method_writes_the_same(speculator: Speculator, plain: list[int], 
 
 
 def test_medusa_verifies_its_tree_or_part_of_it(speculator: Speculator, plain: list[int]) -> None:
-    own = wrap(speculator.model, heads=ladder.medusa_heads(speculator.backbone))
-    whole, cut = (written(own, "medusa", number) for number in range(2))
+    medusa = wrap(speculator.model, heads=ladder.medusa_heads(speculator.backbone))
+    whole, cut = (written(medusa, "medusa", number) for number in range(2))
     assert whole.token_ids == cut.token_ids == plain
-    widest = [max(len(one.draft_tokens) for one in found.rounds) for found in (whole, cut)]
+    widest = [max(len(entry.draft_tokens) for entry in answer.rounds) for answer in (whole, cut)]
     assert widest[0] == 63 > widest[1] > 0
 
 
@@ -466,12 +466,12 @@ def test_methods_with_own_texts_say_so(speculator: Speculator, plain: list[int],
     assert entry.own_text
     assert entry.lossy == (name in LOSSY)
     assert methods.described([entry])[entry.label]["lossy"] == entry.lossy
-    found = written(wavering, name)
-    assert len(found.token_ids) == LONG
-    assert found.token_ids != plain
-    assert found.stats is not None
-    assert found.stats.lossless == (name not in LOSSY)
-    assert written(wavering, name).token_ids == found.token_ids  # sampled ones too: they are seeded
+    first = written(wavering, name)
+    assert len(first.token_ids) == LONG
+    assert first.token_ids != plain
+    assert first.stats is not None
+    assert first.stats.lossless == (name not in LOSSY)
+    assert written(wavering, name).token_ids == first.token_ids  # sampled ones too: they are seeded
 
 
 def test_lossy_options_and_sweeps_are_marked_but_not_plain_decoding(speculator: Speculator) -> None:
@@ -539,10 +539,10 @@ def test_a_method_uses_the_drafter_that_it_names(speculator: Speculator) -> None
 
 def test_self_sd_skips_the_layers_that_were_found(speculator: Speculator, bare: Speculator) -> None:
     assert grid(speculator, "self-sd")[0].setting["drafter"] == "skip:skipped=3"
-    known = copy.copy(bare)
-    known.label = next(iter(methods.SKIPPED))
+    labelled = copy.copy(bare)
+    labelled.label = next(iter(methods.SKIPPED))
     with pytest.raises(InvalidOption, match="the model has 6 layers"):  # not those of 30
-        candidates(known, ["self-sd"])
+        candidates(labelled, ["self-sd"])
 
 
 def test_ablations_change_one_thing(speculator: Speculator) -> None:
@@ -566,8 +566,8 @@ def test_without_a_width_bound_no_round_ends_because_of_its_width(speculator: Sp
 )
 def test_rules_limit_the_drafts(speculator: Speculator, name: str, costs: str, source: str) -> None:
     dear = moved(speculator, costs=costs)
-    every = [written(dear, method).stats for method in ("ngram+exit", name)]
-    ruled, free = (stats.drafted_by_source[source] for stats in every if stats)
+    counts = [written(dear, method).stats for method in ("ngram+exit", name)]
+    ruled, free = (stats.drafted_by_source[source] for stats in counts if stats)
     assert ruled < free
 
 
@@ -577,13 +577,13 @@ def test_baseline_schedules_keep_their_rules(speculator: Speculator) -> None:
     assert [setting.layers for setting in fixed[::3]] == [(1,), (3,), (5,)]
     for number in (0, 4, 8):  # every layer, and every length
         setting = fixed[number]
-        for one in written(speculator, "fixed-exit", number).rounds[1:]:
-            assert set(one.exit_layers) <= set(setting.layers or ())
-            assert len(one.draft_tokens) == setting.max_tokens or one.ended == "budget"
+        for record in written(speculator, "fixed-exit", number).rounds[1:]:
+            assert set(record.exit_layers) <= set(setting.layers or ())
+            assert len(record.draft_tokens) == setting.max_tokens or record.ended == "budget"
     for entry in grid(speculator, "threshold-exit"):
         setting = speculator.options.updated(entry.setting).exit
-        found = setting.layers, setting.max_tokens, setting.anneal_strength
-        assert found == ((1, 2, 3, 4, 5), methods.NO_BOUND, 0.0)
+        bounds = setting.layers, setting.max_tokens, setting.anneal_strength
+        assert bounds == ((1, 2, 3, 4, 5), methods.NO_BOUND, 0.0)
     assert "depth" in {entry.ended for entry in written(speculator, "one-exit", 2).rounds[1:]}
 
 

@@ -58,8 +58,8 @@ FAST = run(
 
 
 def answer(name: str = "q", task: str = "math", turn: int = 1, **values: Any) -> Answer:
-    given: dict[str, Any] = {"repeat": 1, "new_tokens": 4, "runs": {"plain": PLAIN, "fast": FAST}}
-    return Answer(id=name, task=task, turn=turn, **given | values)
+    fields: dict[str, Any] = {"repeat": 1, "new_tokens": 4, "runs": {"plain": PLAIN, "fast": FAST}}
+    return Answer(id=name, task=task, turn=turn, **fields | values)
 
 
 ANSWERS = [
@@ -112,23 +112,23 @@ def test_a_failed_run_is_left_out_for_both_and_reported_like_a_differing_text() 
     broken = answer("q4", runs={"plain": PLAIN, "fast": Run(error="ValueError: no")})
     unmeasured = Answer(id="q5", task="QA", turn=1, repeat=1, error="too long")
     odd = answer("q6", runs={"fast": Run(seconds=1.0, arrivals=[(4, 1.0)])})
-    found = summarise([*ANSWERS, broken, unmeasured, odd], METHODS)
-    alone = summarise([odd], METHODS)["all"]["overall"]["fast"]  # only the prompt's pass
-    assert alone["compression_rate"] is None
-    assert found["all"]["overall"]["fast"]["over_plain"]["prompts"] == 3
-    assert found["all"]["overall"]["plain"]["over_plain"]["prompts"] == 4
-    assert found["failures"] == ["q4, turn 1, fast: ValueError: no", "q5, turn 1: too long"]
-    assert found["answers"] == 6
-    assert found["unequal"] == {"plain": 0, "fast": 1}
-    (by_prompt,) = [one for one in tables(found) if one.title.endswith("by prompt")]
+    summary = summarise([*ANSWERS, broken, unmeasured, odd], METHODS)
+    figures = summarise([odd], METHODS)["all"]["overall"]["fast"]  # only the prompt's pass
+    assert figures["compression_rate"] is None
+    assert summary["all"]["overall"]["fast"]["over_plain"]["prompts"] == 3
+    assert summary["all"]["overall"]["plain"]["over_plain"]["prompts"] == 4
+    assert summary["failures"] == ["q4, turn 1, fast: ValueError: no", "q5, turn 1: too long"]
+    assert summary["answers"] == 6
+    assert summary["unequal"] == {"plain": 0, "fast": 1}
+    (by_prompt,) = [table for table in tables(summary) if table.title.endswith("by prompt")]
     assert list(by_prompt.cells.iloc[:, -1]) == ["0 of 5", "1 of 5"]
     assert report.seconds_by_prompt(frame_of([broken]), "fast", "plain").empty
 
 
 def test_groups_keep_spec_benchs_order_and_no_measurement_gives_no_figures() -> None:
     frame = frame_of([answer(task="law"), answer(task="QA"), answer(task="math")])
-    found = report.by_task(frame, len)
-    assert list(found.items()) == [("math", 2), ("QA", 2), ("law", 2), ("overall", 6)]
+    by_group = report.by_task(frame, len)
+    assert list(by_group.items()) == [("math", 2), ("QA", 2), ("law", 2), ("overall", 6)]
     summary = summarise([Answer(id="q", task="QA", turn=1, repeat=1, error="too long")], METHODS)
     assert summary["all"] == {}
     (table,) = tables(summary)
@@ -266,8 +266,8 @@ def swept() -> dict[str, Any]:
     runs = {name: run(s, (1, 1.0), (3, 1.0), counts=COUNTS) for name, s in SECONDS.items()}
     runs["plain"] = PLAIN
     answers = [answer(name, runs=runs) for name in "ab"]
-    about: dict[str, Any] = {"source": "<source> & more", "setting": {}, "chosen_from": []}
-    return summarise(answers, {name: {"method": name.split("(")[0], **about} for name in SECONDS})
+    fields: dict[str, Any] = {"source": "<source> & more", "setting": {}, "chosen_from": []}
+    return summarise(answers, {name: {"method": name.split("(")[0], **fields} for name in SECONDS})
 
 
 @pytest.fixture
@@ -283,8 +283,8 @@ def finished(swept: dict[str, Any]) -> Results:
 
 
 def test_the_chart_holds_all_methods_but_no_sweep(swept: dict[str, Any]) -> None:
-    found = {label: gain["ratio"] for label, gain in report.gains_of(swept)[1].items()}
-    assert found == {"plain": 1.0, "speculation": 2.0, "no-width-bound": 0.8}
+    ratios = {label: gain["ratio"] for label, gain in report.gains_of(swept)[1].items()}
+    assert ratios == {"plain": 1.0, "speculation": 2.0, "no-width-bound": 0.8}
     rows = rows_of(report.acceptance_table(swept))  # in percent of drafted tokens
     assert [row[0] for row in rows] == [*SECONDS][1:]
     assert rows[0][1:] == ["2: 75%, 10: 0%", "1: 60%"]
@@ -294,20 +294,20 @@ def test_the_verdict_is_the_fastest_lossless_method_or_none(swept: dict[str, Any
     assert report.verdict(swept) == BEST
     swept["unequal"]["speculation"] = 1
     assert report.verdict(swept).endswith("1 of 2 texts differ.")
-    for labels, words in (
+    for labels, text in (
         ([*SECONDS][3:], ".threshold=0.1), the fastest of 2: 1.60 times as fast"),  # a sweep
         ([[*SECONDS][4]], ".threshold=0.1): 1.60 times as fast"),
     ):
-        some = {label: swept["methods"][label] for label in ("plain", *labels)}
-        assert words in report.verdict({**swept, "methods": some})
-    words = "Nothing was faster than plain decoding on our runtime; no-width-bound: 0.80 times"
+        chosen = {label: swept["methods"][label] for label in ("plain", *labels)}
+        assert text in report.verdict({**swept, "methods": chosen})
+    text = "Nothing was faster than plain decoding on our runtime; no-width-bound: 0.80 times"
     for own_text in ({"lossy": True}, {"setting": {"do_sample": True}}):
-        about = swept["methods"] | {"speculation": swept["methods"]["speculation"] | own_text}
-        assert report.verdict({**swept, "methods": about}).startswith(words)
-    for found in swept["all"]["overall"].values():
-        found["over_plain"] = None
-    for nothing in (swept, {**swept, "all": {}}):
-        assert report.verdict(nothing).startswith("No speed-up is known")
+        entries = swept["methods"] | {"speculation": swept["methods"]["speculation"] | own_text}
+        assert report.verdict({**swept, "methods": entries}).startswith(text)
+    for figures in swept["all"]["overall"].values():
+        figures["over_plain"] = None
+    for record in (swept, {**swept, "all": {}}):
+        assert report.verdict(record).startswith("No speed-up is known")
 
 
 # --- the report
@@ -343,8 +343,8 @@ def test_the_command_writes_a_page_with_every_table_and_chart(
 
 
 def test_incomplete_results_are_named(finished: Results) -> None:
-    nothing = {**finished.summary, "methods": {"plain": {}}}
-    for broken in (finished._replace(run={"run": 1}), finished._replace(summary=nothing)):
+    empty = {**finished.summary, "methods": {"plain": {}}}
+    for broken in (finished._replace(run={"run": 1}), finished._replace(summary=empty)):
         with pytest.raises(InvalidData, match="the results first lack what a report shows"):
             report.page([broken])
 
@@ -426,12 +426,12 @@ def test_answers_are_read_back_unchanged_except_for_a_half_written_line(tmp_path
     written = [answer("q1"), answer("q2", runs={"fast": replace(FAST, quality=TEXT)})]
     for entry in written:
         results.append(path, entry)
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"id": "\xc3')
+    content = path.read_bytes()
+    path.write_bytes(content + b'{"id": "\xc3')
     results.drop_unfinished(path)
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == content
     assert results.read(path) == written
-    path.write_bytes(whole + b'{"id": "q"}\n')
+    path.write_bytes(content + b'{"id": "q"}\n')
     with pytest.raises(InvalidData, match=r"answers\.jsonl, line 3 is no answer of a bench"):
         results.read(path)
 
@@ -440,13 +440,13 @@ def test_answers_are_read_back_unchanged_except_for_a_half_written_line(tmp_path
 
 
 def test_speed_up_is_the_ratio_of_total_times_not_the_mean_of_ratios() -> None:
-    found = results.speed_up([8.0, 1.0, 1.0], [2.0, 1.0, 2.0])
-    assert found.ratio == 10.0 / 5.0
-    assert found.mean == (4.0 + 1.0 + 0.5) / 3
-    assert found.worst == 0.5
+    gain = results.speed_up([8.0, 1.0, 1.0], [2.0, 1.0, 2.0])
+    assert gain.ratio == 10.0 / 5.0
+    assert gain.mean == (4.0 + 1.0 + 0.5) / 3
+    assert gain.worst == 0.5
     # ranks 0, 1, 2 hold 0.5, 1, 4: the 5th percentile is a tenth of the way from rank 0 to 1
-    assert found.p5 == pytest.approx(0.55, abs=1e-12)
-    assert found.prompts == 3
+    assert gain.p5 == pytest.approx(0.55, abs=1e-12)
+    assert gain.prompts == 3
 
 
 def test_an_interval_resamples_pairs_and_its_seed_repeats_it() -> None:
@@ -495,15 +495,15 @@ def test_bleu_of_a_word_is_100_and_rouge_l_the_f1_of_the_longest_common_subseque
     assert results.bleu(["Paris"], ["Paris"]) == pytest.approx(100.0)  # although it has no 4-gram
     # "the cat on mat": 4 of its 5 words, 4 of 6 of the reference
     f1 = 2 * (4 / 5) * (4 / 6) / (4 / 5 + 4 / 6)
-    found = results.rouge_l(["the big cat on mat", WORDS], [WORDS, WORDS])
-    assert found == pytest.approx((f1 + 1) / 2)
+    score = results.rouge_l(["the big cat on mat", WORDS], [WORDS, WORDS])
+    assert score == pytest.approx((f1 + 1) / 2)
 
 
 def test_log_likelihood_is_the_sum_over_the_answers_tokens(model: PreTrainedModel) -> None:
     ids, tokens = random_ids(5), [7, 3, 90]
-    whole = torch.cat([ids, torch.tensor([tokens])], dim=1)
+    sequence = torch.cat([ids, torch.tensor([tokens])], dim=1)
     with torch.no_grad():
-        logs = model(whole).logits[0].log_softmax(-1)
+        logs = model(sequence).logits[0].log_softmax(-1)
     expected = sum(float(logs[4 + place, token]) for place, token in enumerate(tokens))
     # one block of 8 rows either way: only the order of the sum differs
     assert results.log_likelihood(model, ids, tokens) == pytest.approx(expected, abs=1e-5)
@@ -525,8 +525,8 @@ def test_a_summary_weighs_by_tokens_and_uses_references_if_any() -> None:
             **dict.fromkeys(("bleu", "plain_bleu", "rouge_l", "plain_rouge_l")),
         }
     )
-    found = quality_summary([SAME, replace(SAME, text="a dog", reference=WORDS)])
-    assert found["with_reference"] == 1
-    assert (found["plain_bleu"], found["plain_rouge_l"]) == pytest.approx((100.0, 1.0))
-    assert found["rouge_l"] == 0.0
-    assert found["bleu"] < 10.0
+    summary = quality_summary([SAME, replace(SAME, text="a dog", reference=WORDS)])
+    assert summary["with_reference"] == 1
+    assert (summary["plain_bleu"], summary["plain_rouge_l"]) == pytest.approx((100.0, 1.0))
+    assert summary["rouge_l"] == 0.0
+    assert summary["bleu"] < 10.0

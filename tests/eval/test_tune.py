@@ -43,11 +43,11 @@ class Stopwatches:
 
 def test_the_faster_third_answers_more_and_other_prompts_judge() -> None:
     watches = Stopwatches({"1": 4.0, "2": 5.0, "3": 6.0, ("1", 11): 20.0})
-    shown: list[tuple[int, int]] = []
-    found = raced(SETTINGS, 12, watches, lambda done, of, _: shown.append((done, of)))
-    assert found.options == {"speculate": True, **SETTINGS[0]}
-    assert found.compression_rate == 2.0
-    assert (found.settings, found.prompts, found.objective) == (9, 12, "speed")
+    progress: list[tuple[int, int]] = []
+    winner = raced(SETTINGS, 12, watches, lambda done, of, _: progress.append((done, of)))
+    assert winner.options == {"speculate": True, **SETTINGS[0]}
+    assert winner.compression_rate == 2.0
+    assert (winner.settings, winner.prompts, winner.objective) == (9, 12, "speed")
     # prompts 0, 2, .. choose, two per stage; 1, 3, .. judge, and one of them is slow
     first, raced_by = watches.asked[:12], watches.asked[12:]
     assert first == [(number, "plain") for number in range(12)]
@@ -55,21 +55,21 @@ def test_the_faster_third_answers_more_and_other_prompts_judge() -> None:
     by_prompt = Counter(number for number, _ in raced_by)
     assert by_prompt == {0: 10, 2: 10, 4: 4, 6: 4, 8: 2, 10: 2} | dict.fromkeys(range(1, 12, 2), 2)
     assert {name for number, name in raced_by if number in (4, 6)} == {"plain", *"123"}
-    assert found.speed_up == pytest.approx(60 / 40)
-    assert found.worst == 0.5
-    assert found.worst < found.percentile_5 < found.speed_up
-    assert shown == sorted(shown)
-    assert shown[-1] == (12, 12)
+    assert winner.speed_up == pytest.approx(60 / 40)
+    assert winner.worst == 0.5
+    assert winner.worst < winner.percentile_5 < winner.speed_up
+    assert progress == sorted(progress)
+    assert progress[-1] == (12, 12)
     orders = [[name for n, name in raced_by if n == number] for number in (0, 2)]
     assert orders[0] != orders[1], "each prompt has its own order"
-    assert "expect 1.50 x plain decoding" in found.sentence()
+    assert "expect 1.50 x plain decoding" in winner.sentence()
 
 
 def test_a_setting_must_stay_fast() -> None:
     """All answers of a setting count, also those of earlier stages."""
     lucky: dict[Any, float] = {("1", 0): 1.0, ("1", 2): 1.0, "1": 12.0, "2": 5.0}
-    found = raced(SETTINGS, 12, Stopwatches(lucky), unseen)
-    assert found.options["drafter"] == "ngram:size=2"
+    winner = raced(SETTINGS, 12, Stopwatches(lucky), unseen)
+    assert winner.options["drafter"] == "ngram:size=2"
 
 
 def test_ending_early_does_not_count_as_faster() -> None:
@@ -77,31 +77,31 @@ def test_ending_early_does_not_count_as_faster() -> None:
         size = options["drafter"][-1] if options != PLAIN else ""
         return {"": Timed(6.0, 60, 60), "1": Timed(4.0, 60, 30), "2": Timed(1.0, 8, 8)}[size]
 
-    found = raced(SETTINGS[:2], 12, ask, unseen)
-    assert (found.options["drafter"], found.speed_up) == ("ngram:size=1", 1.5)
+    winner = raced(SETTINGS[:2], 12, ask, unseen)
+    assert (winner.options["drafter"], winner.speed_up) == ("ngram:size=1", 1.5)
 
 
 def test_latency_maximises_a_low_percentile_of_speed_ups() -> None:
     uneven = {"1": 2.0, ("1", 0): 15.0, "2": 8.0}
     assert raced(SETTINGS, 12, Stopwatches(uneven), unseen).options["drafter"][-1] == "1"
-    found = raced(SETTINGS, 12, Stopwatches(uneven), unseen, "latency")
-    assert (found.options["drafter"][-1], found.objective) == ("2", "latency")
+    winner = raced(SETTINGS, 12, Stopwatches(uneven), unseen, "latency")
+    assert (winner.options["drafter"][-1], winner.objective) == ("2", "latency")
 
 
 def test_drafting_is_switched_off_if_nothing_pays() -> None:
-    found = raced(SETTINGS, 4, Stopwatches({}, usual=12.5), unseen)
-    assert found.options == PLAIN
-    assert not found.options["speculate"]
-    assert found.sentence().startswith("plain decoding is faster here: the best of 9 settings")
-    assert "0.80 x" in found.sentence()
+    winner = raced(SETTINGS, 4, Stopwatches({}, usual=12.5), unseen)
+    assert winner.options == PLAIN
+    assert not winner.options["speculate"]
+    assert winner.sentence().startswith("plain decoding is faster here: the best of 9 settings")
+    assert "0.80 x" in winner.sentence()
 
 
 def test_answers_of_one_token_are_ignored() -> None:
     silent: dict[Any, float] = {(name, n): 0.0 for name in ("plain", *"12") for n in (0, 1)}
     watches = Stopwatches(silent | {"2": 5.0})
-    found = raced(SETTINGS[:2], 4, watches, unseen, "latency")
-    assert found.options["drafter"] == "ngram:size=2"
-    assert (found.speed_up, found.worst, found.prompts) == (2.0, 2.0, 2)
+    winner = raced(SETTINGS[:2], 4, watches, unseen, "latency")
+    assert winner.options["drafter"] == "ngram:size=2"
+    assert (winner.speed_up, winner.worst, winner.prompts) == (2.0, 2.0, 2)
     assert {number for number, name in watches.asked if name != "plain"} == {2, 3}
     with pytest.raises(InvalidOption, match="second token"):
         raced(SETTINGS[:2], 3, Stopwatches(silent), unseen)
@@ -110,25 +110,25 @@ def test_answers_of_one_token_are_ignored() -> None:
 @pytest.mark.parametrize("kind", ["translator", "deep-fused-0", None])
 def test_candidates_are_the_drafters_that_this_model_can_use(kind: str | None) -> None:
     speculator = wrap(make_model("llama"), make_tokenizer()) if kind is None else skilled(kind)
-    found = [*candidates(speculator)]
-    assert len({str(one) for one in found}) == len(found)
-    options = [SpeculationOptions().updated(one) for one in found]
-    assert all(one.keys() <= {*TUNED_OPTIONS} for one in found)
-    drafters = Counter(one.drafter for one in options)
+    settings = [*candidates(speculator)]
+    assert len({str(setting) for setting in settings}) == len(settings)
+    options = [SpeculationOptions().updated(setting) for setting in settings]
+    assert all(setting.keys() <= {*TUNED_OPTIONS} for setting in settings)
+    drafters = Counter(option.drafter for option in options)
     lengths = {Ngram().max_tokens, 2, 4, 8}
     if kind is None:
         assert drafters == {"ngram": 2 * 4 * len(lengths)}
         return
     assert set(drafters) == {"ngram", "exit", "ngram+exit"}
     assert drafters["exit"] == drafters["ngram+exit"]
-    heads, exits = speculator.heads, [one.exit for one in options if one.uses("exit")]
+    heads, exits = speculator.heads, [option.exit for option in options if option.uses("exit")]
     assert heads is not None
-    alone = {one.layers for one in exits if one.layers is not None and len(one.layers) == 1}
+    singles = {one.layers for one in exits if one.layers is not None and len(one.layers) == 1}
     fitted = heads.config.exit_layers
-    assert alone >= {(layer,) for layer in fitted if layer > 0}
-    for one in options:
-        heads.layers_in_use(one)
-    rows = {one.costs.row for one in options}
+    assert singles >= {(layer,) for layer in fitted if layer > 0}
+    for option in options:
+        heads.layers_in_use(option)
+    rows = {option.costs.row for option in options}
     assert len(rows) == 2, "measured costs and built-in costs"
     assert SpeculationOptions().costs.row in rows
 
@@ -139,17 +139,17 @@ def test_real_answers_are_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     generate = Speculator.generate
 
     def heard(self: Speculator, prompt: Any, **options: Any) -> Any:
-        found = generate(self, prompt, **options)
-        answers.setdefault(tuple(prompt[0].tolist()), set()).add(tuple(found.token_ids))
-        return found
+        answer = generate(self, prompt, **options)
+        answers.setdefault(tuple(prompt[0].tolist()), set()).add(tuple(answer.token_ids))
+        return answer
 
     monkeypatch.setattr(Speculator, "generate", heard)
     prompts: list[torch.Tensor] = [random_ids(5, seed) for seed in range(3)]
-    found = tune(speculator, prompts, unseen, new_tokens=8)
+    winner = tune(speculator, prompts, unseen, new_tokens=8)
     assert len(answers) == 3
     assert all(len(texts) == 1 for texts in answers.values()), "no setting changes a text"
-    assert found.settings == len([*candidates(speculator)])
-    SpeculationOptions().updated(found.options)
+    assert winner.settings == len([*candidates(speculator)])
+    SpeculationOptions().updated(winner.options)
 
 
 def test_a_base_model_gets_plain_text() -> None:

@@ -49,8 +49,8 @@ def rung(number: int, subject: Subject) -> Rung:
 
 def test_texts_are_compared_beyond_the_templates_end_of_turn() -> None:
     speculator = speculator_of(make_model("llama"))
-    (said,) = speculator.generate(random_ids(9, 1), max_new_tokens=4).token_ids[3:]
-    speculator.turn_end = TurnEnd(token=said)
+    (token,) = speculator.generate(random_ids(9, 1), max_new_tokens=4).token_ids[3:]
+    speculator.turn_end = TurnEnd(token=token)
     compared = verify.compare_texts(speculator, subject_of(speculator).cases)
     assert compared.partings == []
 
@@ -58,10 +58,10 @@ def test_texts_are_compared_beyond_the_templates_end_of_turn() -> None:
 def test_questions_longer_than_the_models_context_are_left_out() -> None:
     speculator = speculator_of(make_model("gpt2"))
     turns: Any = {"5": (random_ids(5, 1),), "5000": (random_ids(5000, 1),)}
-    asked = [Question(id=name, task="t", turns=turn) for name, turn in turns.items()]
-    assert [case.id for case in verify.cases_of(speculator, asked, 4)] == ["5"]
+    questions = [Question(id=name, task="t", turns=turn) for name, turn in turns.items()]
+    assert [case.id for case in verify.cases_of(speculator, questions, 4)] == ["5"]
     with pytest.raises(InvalidPrompt, match="5000 tokens"):
-        verify.cases_of(speculator, asked[1:], 4)
+        verify.cases_of(speculator, questions[1:], 4)
 
 
 # --- the rungs
@@ -72,8 +72,8 @@ def test_a_correct_model_passes_every_rung(executor: str) -> None:
     model = make_model("llama", torch.bfloat16)
     heads = train(make_heads("deep-fused", Backbone(model).unembedding))
     exits: dict[str, Any] = {"drafter": "exit:layers=2/4,threshold=0.02,max_tokens=3"}
-    found = wrap(model, heads=heads, executor=executor, **exits)
-    subject = subject_of(found)
+    speculator = wrap(model, heads=heads, executor=executor, **exits)
+    subject = subject_of(speculator)
     rungs = dict(climb(subject))
     last = "passed" if executor == "fused" else "skipped"
     assert [rung.outcome for rung in rungs.values()] == ["passed"] * 5 + [last, "passed"]
@@ -100,10 +100,10 @@ def test_a_model_without_heads_is_verified_with_scripted_drafts(drafter: str) ->
 
 
 def test_the_models_settings_apply(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
-    without = subject_of(speculator, 10).compared.texts
+    texts = subject_of(speculator, 10).compared.texts
     monkeypatch.setattr(speculator.model.generation_config, "repetition_penalty", 1.8)
     subject = subject_of(speculator, 10)
-    assert subject.compared.texts != without
+    assert subject.compared.texts != texts
     rungs = [rung for _, rung in climb(subject)]
     assert [rung.outcome for rung in rungs] == ["passed"] * 4 + ["skipped"] * 2 + ["passed"]
     assert "in float32 rung 4" in rungs[4].found
@@ -125,8 +125,8 @@ def test_tokens_against_the_logits_fail_rung_two(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_skipped_rung_says_why(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
-    why = "3 of 8 positions changed bits"
-    monkeypatch.setattr("selfspec.decoding.measure.why_unpinned", lambda *_, **__: why)
+    reason = "3 of 8 positions changed bits"
+    monkeypatch.setattr("selfspec.decoding.measure.why_unpinned", lambda *_, **__: reason)
     unprobed = speculator_of(speculator.model)
     rungs = [rung for _, rung in climb(subject_of(unprobed, 4, rungs=(1, 2, 4, 5, 6, 7)))]
     skipped = [number for number, rung in enumerate(rungs, 1) if rung.outcome == "skipped"]
@@ -151,9 +151,9 @@ def test_near_ties_may_differ(speculator: Speculator, gap: float, outcome: str) 
 
 def test_a_token_far_below_the_best_fails_the_fifth_rung() -> None:
     subject = subject_of(speculator_of(make_model("llama", torch.bfloat16)), 4)
-    right = subject.compared.texts
+    texts = subject.compared.texts
     assert rung(5, subject).outcome == "passed"
-    wrong = [[[*text[:-1], (text[-1] + 1) % 96] for text in texts] for texts in right]
+    wrong = [[[*text[:-1], (text[-1] + 1) % 96] for text in answers] for answers in texts]
     subject.compared = Comparison(wrong)
     assert rung(5, subject).outcome == "failed"
 
@@ -161,24 +161,24 @@ def test_a_token_far_below_the_best_fails_the_fifth_rung() -> None:
 @needs_compiler
 def test_rows_of_another_text_fail_rung_seven(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of(speculator_of(make_model("llama"), executor="fused"))
-    right = Target.part
+    original = Target.part
 
     def first(self: Target, rows: slice) -> Target:
-        return right(self, slice(0, rows.stop - rows.start))
+        return original(self, slice(0, rows.stop - rows.start))
 
     monkeypatch.setattr(Target, "part", first)
-    found = [rung.outcome for _, rung in climb(subject)]
-    assert found == ["passed"] * 4 + ["skipped", "passed", "failed"]  # only rung 7 has batches
+    outcomes = [rung.outcome for _, rung in climb(subject)]
+    assert outcomes == ["passed"] * 4 + ["skipped", "passed", "failed"]  # only rung 7 has batches
 
 
 def test_verdict_is_one_sentence() -> None:
     passed, failed, skipped = (Rung(o, "") for o in ("passed", "failed", "skipped"))
-    for found, words in (
+    for rungs, start in (
         ([passed] * 5, "lossless: "),
         ([passed, skipped, skipped, passed, passed], "lossless up to rounding: "),
         ([passed, failed, passed, failed, passed], "NOT lossless: rung 2, 4 failed"),
     ):
-        assert verify.verdict(found).startswith(words)
+        assert verify.verdict(rungs).startswith(start)
 
 
 # --- one row, one result, in any split of a text into passes, on the fused executor
@@ -193,8 +193,8 @@ behind sublayers and two rotations; attention and MLP side by side."""
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_has_one_result(family: str, dtype: torch.dtype) -> None:
-    own: dict[str, Any] = LLAMA if family == "llama" else {}
-    backbone = wrapped(family, dtype, "fused", **own)
+    fields: dict[str, Any] = LLAMA if family == "llama" else {}
+    backbone = wrapped(family, dtype, "fused", **fields)
     ids = random_ids(200)[0]  # across blocks of 64 positions and the sliding window
     expected = logits_of(backbone, ids)
     for name, way in WAYS.items():
@@ -241,8 +241,8 @@ def test_bits_differ_where_values_may_not() -> None:
     expected = torch.tensor([[0.0, 1.0], [float("nan"), 2.0], [3.0, 4.0]])
     bits.compare("here", expected.clone(), expected)
     assert (bits.positions, bits.differing, bits.first) == (3, 0, "")
-    found = torch.tensor([[0.0, 1.0], [float("nan"), 2.0], [3.5, 3.0]])
-    bits.compare("there", found, expected)
+    logits = torch.tensor([[0.0, 1.0], [float("nan"), 2.0], [3.5, 3.0]])
+    bits.compare("there", logits, expected)
     bits.compare("later", -torch.zeros(1, 2), torch.zeros(1, 2))
     assert (bits.positions, bits.differing) == (7, 2)
     assert bits.first == "there, position 3: 2 of 2 logits, by up to 1"
@@ -265,8 +265,8 @@ def test_shortfall_is_measured_in_the_exact_model(
     logits = {"exact": exact, "run": exact + torch.tensor([[0.25, 0.0], [0.0, -0.5]])}
     monkeypatch.setattr(verify, "block_logits", lambda model, *_: logits[model])
     case = Case(id="x", request=verify.greedy_request(speculator, random_ids(3), 2))
-    found = verify.shortfall(case, [1, 1], "exact", "run")  # type: ignore[arg-type]  # stand-ins
-    assert found == (1.0, 0.5)
+    figures = verify.shortfall(case, [1, 1], "exact", "run")  # type: ignore[arg-type]  # stand-ins
+    assert figures == (1.0, 0.5)
 
 
 @pytest.mark.parametrize("kind", ["translator", "deep-fused-draft"])
