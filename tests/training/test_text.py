@@ -195,7 +195,10 @@ CONTENTS: dict[str, tuple[str, bytes]] = {
     "line 2 is not JSON in UTF-8: Unterminated": ("a.jsonl", LINE + LINE[:9]),
     "item 1 holds a whole number": ("a.json", b"[1, 2]"),
     "is not JSON in UTF-8: Expecting ','": ("a.json", b"[" + LINE),
-    "4300 digits": ("a.jsonl", b'{"input_ids": [1, ' + b"9" * 6000 + b'], "answer_start": 1}'),
+    "value has 6000 digits": (
+        "a.jsonl",
+        b'{"input_ids": [1, ' + b"9" * 6000 + b'], "answer_start": 1}',
+    ),
     "Not a gzipped file": ("a.jsonl.gz", LINE),
     "Compressed file ended": ("a.jsonl.gz", gzip.compress(LINE * 99)[:40]),
     "CRC check failed": ("a.jsonl.gz", gzip.compress(LINE * 99)[:-8] + bytes(8)),
