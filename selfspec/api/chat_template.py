@@ -50,22 +50,22 @@ class TurnEnd(NamedTuple):
 NO_END = TurnEnd()
 
 
-def listed(ends: int | list[int] | None) -> list[int]:
+def as_list(ends: int | list[int] | None) -> list[int]:
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
-def read(given: str | Path) -> str:
+def read(source: str | Path) -> str:
     """Read a template by name or file; text with a `{` is one itself. Raises InvalidOption."""
-    name = str(given)
+    name = str(source)
     if name in NAMES:
         return _built_in(name)
     if "{" in name:
-        return _tried(name, "chat_template")
+        return _check(name, "chat_template")
     path = files.local_path(name)
     if not path.exists() and not path.suffix:
         check_keys([name], NAMES, "chat template")
     try:
-        return _tried(read_text(path, files.MOST_TEMPLATE_CHARACTERS), name)
+        return _check(read_text(path, files.MOST_TEMPLATE_CHARACTERS), name)
     except InvalidData as error:
         raise InvalidOption(f"cannot take the chat template: {error}") from error
 
@@ -89,48 +89,48 @@ def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrain
     return clone
 
 
-def suggested(model: str) -> str:
+def suggestion(model: str) -> str:
     """The name of the template that a model's name suggests; empty if it suggests none."""
     last = model.lower().rstrip("/").rpartition("/")[2]
     return next((name for pattern, name in _HINTS.items() if re.search(pattern, last)), "")
 
 
 def advice(model: str) -> str:
-    if name := suggested(model):
+    if name := suggestion(model):
         return f"Its name says: --chat-template {name}"
     return f"Give --chat-template: {', '.join(NAMES)}, or a Jinja file"
 
 
 def choose_template(
     tokenizer: PreTrainedTokenizerBase | None,
-    given: str | None,
+    override: str | None,
     heads: ExitHeads | None,
     label: str,
 ) -> tuple[PreTrainedTokenizerBase | None, TurnEnd]:
     """The tokenizer with the given template, else that of the heads; and how turns end."""
     heads_template = None if heads is None else heads.config.chat_template
-    if given is not None and heads_template not in (None, given):
+    if override is not None and heads_template not in (None, override):
         logger.warning(
             "the heads were fitted with the chat template %s, not %s: fewer drafts may be accepted",
             name_of(heads_template or ""),
-            name_of(given),
+            name_of(override),
         )
-    template = heads_template if given is None else given
-    if template is None or (given is None and tokenizer is None):  # token ids need no template
-        if tokenizer is not None and tokenizer.chat_template is None and suggested(label):
+    template = heads_template if override is None else override
+    if template is None or (override is None and tokenizer is None):  # token ids need no template
+        if tokenizer is not None and tokenizer.chat_template is None and suggestion(label):
             logger.warning("%s brings no chat template. %s", label, advice(label))
         return tokenizer, NO_END
     if tokenizer is None:
         raise InvalidOption("a chat template needs a tokenizer. Give one to selfspec.wrap")
-    if given is None:
-        _tried(template, "chat_template of the heads")
+    if override is None:
+        _check(template, "chat_template of the heads")
     clone = with_template(tokenizer, template)
     return clone, turn_end(clone)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
     """The end that the template writes after an answer, unless it is the tokenizer's end token."""
-    messages = [_said("user", _ASKED), _said("assistant", _ANSWER), _said("user", _NEXT)]
+    messages = [_message("user", _ASKED), _message("assistant", _ANSWER), _message("user", _NEXT)]
     try:
         text = apply_template(tokenizer, messages)
     except InvalidPrompt:
@@ -145,7 +145,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
     return TurnEnd(text=end)
 
 
-def _tried(template: str, source: str) -> str:
+def _check(template: str, source: str) -> str:
     """Return the template if it can render a message. Raises InvalidOption."""
     if len(template) > files.MOST_TEMPLATE_CHARACTERS:
         raise InvalidOption(
@@ -153,9 +153,9 @@ def _tried(template: str, source: str) -> str:
             f"{files.MOST_TEMPLATE_CHARACTERS:,}"
         )
     tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
-    context = {"messages": [_said("user", _ASKED)], "tools": None, "documents": None}
+    context = {"messages": [_message("user", _ASKED)], "tools": None, "documents": None}
     try:
-        text = _rendered(template, json.dumps({**context, "add_generation_prompt": True, **tokens}))
+        text = _render(template, json.dumps({**context, "add_generation_prompt": True, **tokens}))
     except CannotRender as error:
         place = source if error.line is None else f"{source}, line {error.line}"
         reason = str(error).rstrip(".")
@@ -165,7 +165,7 @@ def _tried(template: str, source: str) -> str:
     return template
 
 
-def _said(role: str, content: str) -> dict[str, str]:
+def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
@@ -208,7 +208,7 @@ def apply_template(
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
-        return _rendered(template, str(variables))
+        return _render(template, str(variables))
     except SelfspecError:
         raise
     except (ImportError, OSError) as error:  # clients see this message: no file names
@@ -221,10 +221,10 @@ def apply_template(
         ) from error
 
 
-def _rendered(template: str, variables: str) -> str:
+def _render(template: str, variables: str) -> str:
     """Render a template with `variables`, which are JSON. Raises CannotRender."""
     limit = _MOST_CHARACTERS + 8 * len(variables)
-    child = _taken()
+    child = _take_renderer()
     question, answer = cast(IO[str], child.stdin), cast(IO[str], child.stdout)
     try:
         with suppress(BrokenPipeError):
@@ -257,10 +257,10 @@ def start_renderer() -> None:
     """Start a process ahead of time, while the caller does something else."""
     if not _idle:
         with suppress(SelfspecError):
-            _idle.append(_taken())
+            _idle.append(_take_renderer())
 
 
-def _taken() -> subprocess.Popen[str]:
+def _take_renderer() -> subprocess.Popen[str]:
     """Take an idle process, or start one. Raises SelfspecError."""
     with suppress(IndexError):
         while (child := _idle.pop()).poll() is not None:

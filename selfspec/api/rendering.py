@@ -51,9 +51,9 @@ class Generation(Extension):
 class Namespace(AnyNamespace):
     """Refuses names with a leading underscore: they give access to Python's internals."""
 
-    def __init__(self, /, *given: Any, **values: Any) -> None:
+    def __init__(self, /, *entries: Any, **values: Any) -> None:
         super().__init__()
-        for name, value in dict(*given, **values).items():
+        for name, value in dict(*entries, **values).items():
             self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -78,7 +78,7 @@ def _raise(message: str) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(template: str) -> Template:
+def _compile(template: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControls]
     )
@@ -86,7 +86,7 @@ def _compiled(template: str) -> Template:
     environment.globals |= {
         "raise_exception": _raise,
         "strftime_now": lambda pattern: datetime.now().strftime(pattern),
-        "dict": lambda *given, **values: dict(*given, **values),  # no access to the class
+        "dict": lambda *entries, **values: dict(*entries, **values),  # no access to the class
         "namespace": Namespace,
     }
     return environment.from_string(template)
@@ -95,7 +95,7 @@ def _compiled(template: str) -> Template:
 def _answer(line: str) -> list[Any]:
     template, variables, limit = json.loads(line)
     try:
-        text = _compiled(template).render(json.loads(variables))
+        text = _compile(template).render(json.loads(variables))
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001  # a template can raise anything

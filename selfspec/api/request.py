@@ -148,7 +148,7 @@ class Request:
     end_tokens: frozenset[int]
     criteria: StoppingCriteriaList  # other criteria that end an answer, for all rows
     max_time: float | None = None  # seconds for each row, from its own start
-    made_for: int  # context length that the model was made for
+    context_length: int  # context length that the model was made for
     position_limit: int | None = None  # positions that the model can compute; None: no limit
     pad_token_id: int
     return_dict: bool
@@ -156,9 +156,9 @@ class Request:
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     tokenizer: PreTrainedTokenizerBase | None = None
     streamer: BaseStreamer | None = None  # gets each token
-    greeted: bool = False  # whether the streamer already has the prompt
+    streamer_has_prompt: bool = False  # whether the streamer already has the prompt
     end: str = ""  # text that ends the answer and is not part of it
-    behind: Sequence[int] = ()  # last prompt tokens of a continued text: spaces may depend on them
+    tail: Sequence[int] = ()  # last prompt tokens of a continued text: spaces may depend on them
 
     def only(self) -> SequenceRequest:
         """The only sequence. Raises InvalidOption if there are several."""
@@ -177,18 +177,18 @@ class Request:
         stop = StopRule(
             max_length=max_length,
             end_tokens=self.end_tokens,
-            criteria=partial(_ended, criteria) if criteria else None,
-            made_for=self.made_for + pad if limit is None else None,
+            criteria=partial(_has_ended, criteria) if criteria else None,
+            made_for=self.context_length + pad if limit is None else None,
         )
         sampler = self.sampler.for_row(row, rows, pad)
         ids = self.input_ids[row : row + 1]
         return SequenceRequest(ids=ids, pad=pad, sampler=sampler, stop=stop, logprobs=self.logprobs)
 
 
-def checked(options: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+def check_options(options: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """Check the keywords of `generate`, and drop those without effect. Raises InvalidOption."""
     hints = annotations_of(GenerateOptions)
-    fields = {k: value for k, value in options.items() if not _among(value, _OF_A_CALL.get(k, ()))}
+    fields = {k: value for k, value in options.items() if not _is_in(value, _OF_A_CALL.get(k, ()))}
     for name in fields.keys() & REFUSED.keys():
         raise InvalidOption(f"{name} is not supported. Leave it out")
     check_keys(fields, hints, "option")
@@ -208,16 +208,16 @@ def checked(options: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
         for entry in values.get(name, ()):
             _check_function(name, entry)
     for name in _TOKENS:
-        for token in _flat(values.get(name, ())):
+        for token in _flatten(values.get(name, ())):
             # some configs use -1 for no end token
             if not (-1 if name == "eos_token_id" else 0) <= token < vocab_size:
                 raise InvalidOption(
                     f"{name} holds {shown(token)}, expected ids in 0..{vocab_size - 1}"
                 )
-    return {name: _plain(value) for name, value in fields.items()}
+    return {name: _python_value(value) for name, value in fields.items()}
 
 
-def _plain(value: Any) -> Any:
+def _python_value(value: Any) -> Any:
     """Convert a numpy number to a Python number: transformers does not take numpy's."""
     if not isinstance(value, Real) or isinstance(value, bool | int | float):
         return value
@@ -237,10 +237,10 @@ def _check_function(option: str, entry: Any) -> None:
         return
 
 
-def _flat(values: Any) -> list[int]:
+def _flatten(values: Any) -> list[int]:
     if not isinstance(values, list | tuple):
         return [values]
-    return [token for entry in values for token in _flat(entry)]
+    return [token for entry in values for token in _flatten(entry)]
 
 
 def prepare(
@@ -257,13 +257,13 @@ def prepare(
     backbone.check_ids(input_ids)
     seed, logprobs = keywords.pop("seed", None), keywords.pop("logprobs", None)
     criteria = StoppingCriteriaList(keywords.pop("stopping_criteria", None) or [])
-    strings = wanted(model, keywords, "stop_strings")
+    strings = keyword_value(model, keywords, "stop_strings")
     if strings is not None:
         keywords["stop_strings"] = None  # a callable loop never gets the tokenizer they need
     if strings not in (None, []):
         criteria.append(stop_strings(tokenizer, strings))
-    decays = wanted(model, keywords, "exponential_decay_length_penalty") is not None
-    if decays and wanted(model, keywords, "eos_token_id") is None:
+    decays = keyword_value(model, keywords, "exponential_decay_length_penalty") is not None
+    if decays and keyword_value(model, keywords, "eos_token_id") is None:
         raise InvalidOption(
             "exponential_decay_length_penalty makes the end token likelier, and the model has "
             "none. Give eos_token_id, or leave it out"
@@ -361,7 +361,7 @@ def from_prepared(
         end_tokens=frozenset(token for entry in ends for token in entry.eos_token_id.tolist()),
         criteria=StoppingCriteriaList(entry for entry in criteria if type(entry) not in kinds),
         max_time=config.max_time,
-        made_for=backbone.max_positions,
+        context_length=backbone.max_positions,
         position_limit=limit,
         pad_token_id=int((config.pad_token_id if pad is None else pad) or 0),
         return_dict=bool(config.return_dict_in_generate),
@@ -389,7 +389,7 @@ def left_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
     return [length - count for count in counts]
 
 
-def wanted(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
+def keyword_value(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
     """The value of a keyword, else from the given generation_config, else from the model's own."""
     configs = options.get("generation_config"), model.generation_config
     values = (options.get(name), *(getattr(config, name, None) for config in configs))
@@ -416,7 +416,7 @@ def _hand_back(_model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> t
     return input_ids, *(prepared.pop(name) for name in names), prepared
 
 
-def _ended(criteria: list[Any], ids: Tensor) -> bool:
+def _has_ended(criteria: list[Any], ids: Tensor) -> bool:
     """Whether any criterion ends ids [1, n]. All are called, since some count their calls."""
     ends = False
     for criterion in criteria:
@@ -437,7 +437,7 @@ def refuse_other_decoding(config: GenerationConfig) -> None:
     """Raise InvalidOption, by name, for settings that this loop cannot honour."""
     for name, neutral in REFUSED.items():
         value = getattr(config, name, None)
-        if not _among(value, neutral):
+        if not _is_in(value, neutral):
             hint = "Leave it out, of the model's generation_config too"
             raise InvalidOption(f"{name}={shown(value)} is not supported. {hint}")
     known = HONOURED | NEUTRAL | REFUSED.keys()
@@ -466,12 +466,12 @@ def refuse_model_keywords(
         elif name in CACHES:
             if not hasattr(value, "get_seq_length") or value.get_seq_length() > 0:
                 raise InvalidOption(f"{name} is not supported. Use speculator.session()")
-        elif not _among(value, _OF_THE_MODEL.get(name, ())):
+        elif not _is_in(value, _OF_THE_MODEL.get(name, ())):
             hint = "Leave it out: input_ids alone are read"
             raise InvalidOption(f"{name} is not supported: it would be ignored. {hint}")
 
 
-def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
+def _is_in(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Whether `value` is one of these plain values; a tensor or other object never is."""
     return isinstance(value, bool | int | float | str | dict | None) and value in allowed
 
@@ -492,7 +492,7 @@ def _check_positions(positions: Any, mask: Tensor | None, input_ids: Tensor) -> 
 
 
 @lru_cache(8)  # the size of the cache that transformers has for them
-def _stops(tokenizer: Any, strings: tuple[str, ...], _size: int) -> stopping.StopStringCriteria:
+def _criterion(tokenizer: Any, strings: tuple[str, ...], _size: int) -> stopping.StopStringCriteria:
     """Cached by `_size`, too: a tokenizer that grew has new tokens, which may hold the strings."""
     return stopping.StopStringCriteria(tokenizer, list(strings))
 
@@ -507,7 +507,7 @@ def stop_strings(
     if not all(isinstance(text, str) and text for text in texts):
         raise InvalidOption(f"stop_strings are {shown(strings)}, expected texts that are not empty")
     try:
-        return _stops(tokenizer, tuple(texts), len(tokenizer))
+        return _criterion(tokenizer, tuple(texts), len(tokenizer))
     except ValueError as error:
         raise InvalidOption(
             f"stop_strings are {shown(strings)}: no token writes that. Leave it out"

@@ -34,7 +34,7 @@ from selfspec.api import chat_template as templates
 from selfspec.api import request as requests
 from selfspec.api import tuned
 from selfspec.api.chat_template import NO_END, TurnEnd
-from selfspec.api.request import Grammars, Request, stop_strings, wanted
+from selfspec.api.request import Grammars, Request, keyword_value, stop_strings
 from selfspec.api.stream import Generation, Stream
 from selfspec.api.text import Prompt, encode
 from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check, wanted_grammar
@@ -66,7 +66,7 @@ from selfspec.options import FITTED, Costs, Exit
 logger = logging.getLogger(__name__)
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
-_BEHIND = 4  # last prompt tokens of a text that is continued: the new tokens are decoded after them
+_TAIL = 4  # last prompt tokens of a text that is continued: the new tokens are decoded after them
 
 Answered = tuple[int, Generation | SelfspecError]
 """The index of a prompt, from 0, and its answer, or the error that it raised."""
@@ -171,7 +171,7 @@ class Speculator:
         if seeds is not None and (isinstance(seeds, str) or not isinstance(seeds, Iterable)):
             expected = "expected a list with one for each prompt. For consecutive seeds, give seed"
             raise InvalidOption(f"seeds are {shown(seeds)}, {expected}")
-        self._sorted(options)
+        self._split_options(options)
         if options.get("streamer") is not None or (options.get("num_return_sequences") or 1) != 1:
             raise InvalidOption("streamer and num_return_sequences need one prompt. Leave them out")
         if seeds is None and (first := options.get("seed")) is not None:
@@ -180,9 +180,9 @@ class Speculator:
         prompt_seeds = repeat(None) if seeds is None else iter(seeds)
         no_seed = "missing: more prompts than seeds"
         entries = ((n, prompt, next(prompt_seeds, no_seed)) for n, prompt in enumerate(prompts))
-        return self._each(engine, entries, options, most)
+        return self._answer_each(engine, entries, options, most)
 
-    def _each(
+    def _answer_each(
         self,
         engine: Engine,
         entries: Iterator[tuple[int, Prompt, Any]],
@@ -253,44 +253,42 @@ class Speculator:
     @not_traced
     def call(self, prompt: Prompt, options: GenerateOptions) -> Request:
         """Make the Request for one prompt and the keywords of one call."""
-        speculation, rest = self._sorted(options)
+        speculation, rest = self._split_options(options)
         streamer, raw = rest.pop("streamer", None), rest.pop("raw", False)
         ids = encode(self.tokenizer, prompt, raw=raw).to(self.backbone.device)
         end = NO_END if raw else self.turn_end
         rest |= self.ending(rest, end)
         request = requests.prepare(self.backbone, self.tokenizer, self._grammars, ids, rest)
         goes_on = raw or getattr(self.tokenizer, "chat_template", None) is None
-        behind = ids[0, -_BEHIND:].tolist() if goes_on and len(ids) == 1 else ()
-        return replace(
-            request, speculation=speculation, streamer=streamer, end=end.text, behind=behind
-        )
+        tail = ids[0, -_TAIL:].tolist() if goes_on and len(ids) == 1 else ()
+        return replace(request, speculation=speculation, streamer=streamer, end=end.text, tail=tail)
 
-    def _sorted(self, options: GenerateOptions) -> tuple[SpeculationOptions, dict[str, Any]]:
+    def _split_options(self, options: GenerateOptions) -> tuple[SpeculationOptions, dict[str, Any]]:
         """Split keywords into speculation options and the others. Raises InvalidOption."""
-        rest = requests.checked(options, self.backbone.vocab_size)
+        rest = requests.check_options(options, self.backbone.vocab_size)
         return self.options.updated({k: rest.pop(k) for k in OPTION_NAMES if k in rest}), rest
 
     def ending(self, given: Mapping[str, Any], end: TurnEnd) -> dict[str, Any]:
         """Keywords of `generate` that stop at the end of a turn, too, besides the usual stops."""
         if end.text:
-            stops = wanted(self.model, given, "stop_strings") or []
+            stops = keyword_value(self.model, given, "stop_strings") or []
             strings = stops if isinstance(stops, list | tuple) else [stops]
             return {"stop_strings": [*strings, end.text]}
         if end.token is None or given.get("eos_token_id") is not None:
             return {}
-        ends = templates.listed(wanted(self.model, given, "eos_token_id"))
+        ends = templates.as_list(keyword_value(self.model, given, "eos_token_id"))
         return {"eos_token_id": sorted({*ends, end.token})}
 
     def read_ahead(self, options: GenerateOptions) -> None:
         """Read stops and grammar before a call, in any thread: reading them may take seconds."""
         end = NO_END if options.get("raw") else self.turn_end
         keywords = {**options, **self.ending(options, end)}
-        if strings := wanted(self.model, keywords, "stop_strings"):
+        if strings := keyword_value(self.model, keywords, "stop_strings"):
             stop_strings(self.tokenizer, strings)
         grammar = wanted_grammar(options)
         if grammar is not None:
-            ends = wanted(self.model, keywords, "eos_token_id")
-            self._grammars.mask(grammar, templates.listed(ends))
+            ends = keyword_value(self.model, keywords, "eos_token_id")
+            self._grammars.mask(grammar, templates.as_list(ends))
 
     def answers(self, request: Request) -> list[Generation]:
         """Generate the answers to all rows of a request in one batch."""
@@ -326,32 +324,32 @@ class Session:
     def __init__(self, speculator: Speculator) -> None:
         self._speculator = speculator
         self._state: DecodeState | None = None
-        self._pinned: tuple[bool, int] | None = None
+        self._shapes: tuple[bool, int] | None = None
         self._stream: Stream | None = None
-        self._turn = RLock()
+        self._lock = RLock()
         self._draft_cache = speculator.runtime.draft_cache()
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """Generate the answer to `prompt`: the whole conversation so far and the new turn."""
-        with self._turn:
+        with self._lock:
             return self.stream(prompt, **options).drain()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Return the same answer, piece by piece. Closes the stream of an earlier turn."""
-        with self._turn:
+        with self._lock:
             if self._stream is not None:
                 self._stream.close()
             request = self._speculator.call(prompt, options)
             sequence, speculation = request.only(), request.speculation
             shapes, kv = (bool(speculation.pinned), speculation.pinned_rows), None
             state = self._state
-            if shapes == self._pinned and state is not None and not (state.pad or sequence.pad):
+            if shapes == self._shapes and state is not None and not (state.pad or sequence.pad):
                 # keep the prefix shared with the new prompt, whose last id is always run
                 state.kv.truncate(common_prefix(state.committed(0), sequence.ids[0, :-1].tolist()))
                 kv = state.kv
             sequence = replace(sequence, kv=kv, draft_cache=self._draft_cache)
             running = self._speculator.engine().add(sequence, speculation)
-            self._pinned, self._state = shapes, running.state
+            self._shapes, self._state = shapes, running.state
             self._stream = Stream(running, request)
             return self._stream
 
@@ -592,7 +590,7 @@ def _loop(
     if model is not speculator.model:
         raise InvalidOption("this custom_generate belongs to another model. Wrap that model")
     for name, advice in _UNHEARD.items():
-        if _callers(name) or (_callers("kwargs") or {}).get(name) is not None:
+        if _generate_local(name) or (_generate_local("kwargs") or {}).get(name) is not None:
             raise InvalidOption(f"{name} is not supported: it would be ignored. {advice}")
     if ends_at is not None:
         stopping_criteria.append(ends_at)
@@ -605,8 +603,8 @@ def _loop(
         model_kwargs,
         speculation=options,
         tokenizer=speculator.tokenizer,
-        streamer=_callers("streamer") if streamer is None else streamer,
-        greeted=True,
+        streamer=_generate_local("streamer") if streamer is None else streamer,
+        streamer_has_prompt=True,
     )
     ids, answers = request.input_ids, speculator.answers(request)
     rows = [ids.new_tensor(answer.token_ids) for answer in answers]
@@ -623,7 +621,7 @@ _UNHEARD = {
 """Keywords that a decoding loop does not get, or cannot tell from what `generate` itself made."""
 
 
-def _callers(name: str) -> Any:
+def _generate_local(name: str) -> Any:
     """The value of a local variable of the running `generate`; None if no `generate` runs.
 
     transformers (5.17 to 5.24) does not pass on everything: a callable does not get the streamer,
@@ -657,13 +655,13 @@ def custom_generate(
     SpeculationOptions, and of the hub (`revision`, `token`, `cache_dir`). The model is wrapped at
     the first call, and again if it or the heads changed. Raises what `generate` and `wrap` raise.
     """
-    strings = wanted(model, options, "stop_strings")
+    strings = keyword_value(model, options, "stop_strings")
     speculation = {name: options.pop(name) for name in OPTION_NAMES if name in options}
     hub_options = {name: options.pop(name) for name in hub.FETCHING if name in options}
-    source = str(heads or _callers("custom_generate") or pushed_to)
+    source = str(heads or _generate_local("custom_generate") or pushed_to)
     folder = local_path(source)
     key = (source, hub_options, fingerprint.of_folder(folder))
-    if (speculator := _wrapped(model, key)) is None:
+    if (speculator := _cached_speculator(model, key)) is None:
         if heads is None and not folder.is_dir():
             folder = hub.heads_on_hub(source, **hub_options)
         # another object with the model's state: holding it does not keep the model object alive
@@ -678,7 +676,7 @@ def custom_generate(
     return ids
 
 
-def _wrapped(model: PreTrainedModel, key: object) -> Speculator | None:
+def _cached_speculator(model: PreTrainedModel, key: object) -> Speculator | None:
     """The Speculator of `model` for `key`; None, and it is dropped, if the model or key changed."""
     old_key, speculator = _WRAPPED.pop(model, (None, None))
     if speculator is not None and old_key == key:

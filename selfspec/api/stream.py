@@ -86,10 +86,10 @@ class Stream:
         """The rounds so far, the prompt's pass first."""
         self.giver = Giver(MODEL)
         """Who gave the newest token, the last one of the newest piece."""
-        self._entries, self._stats = running, running.stats
+        self._running, self._stats = running, running.stats
         self._tokens: list[int] = []
-        self._given: list[Piece] = []
-        self._reading, self._closed = RLock(), False
+        self._piece_list: list[Piece] = []
+        self._lock, self._closed = RLock(), False
         # a dropped stream frees its keys and values at once, not when garbage is collected
         self._pieces = Stream._decode(proxy(self))
         finalize(self, running.close).atexit = False
@@ -100,7 +100,7 @@ class Stream:
         return self
 
     def __next__(self) -> str:
-        with self._reading:
+        with self._lock:
             return next(self._pieces)
 
     def __repr__(self) -> str:
@@ -126,9 +126,9 @@ class Stream:
     def close(self) -> None:
         """Stop decoding; if another thread is reading, after its current round."""
         self._closed = True
-        with self._reading:
+        with self._lock:
             self._pieces.close()
-            self._entries.close()
+            self._running.close()
 
     @property
     def result(self) -> Generation:
@@ -139,20 +139,20 @@ class Stream:
         if handed_out and tokens and is_end(request.tokenizer, self.rounds[-1], tokens[-1]):
             tokens = tokens[:-1]
         decoder = TextDecoder(request.tokenizer)
-        decoder.push(request.behind, last=True)
+        decoder.push(request.tail, last=True)
         text = UntilStop([request.end]).push(decoder.push(tokens, last=True), last=True)
         options, estimate = request.speculation, None
-        if self._stats.drafted and not self._entries.shared:
-            gain = self._entries.draft_cost(options).gain(self.rounds)
+        if self._stats.drafted and not self._running.shared:
+            gain = self._running.draft_cost(options).gain(self.rounds)
             estimate = Estimate(gain, options.costs.rows is not None)
         return Generation(
             text=text,
             token_ids=list(self._tokens),
             stats=self._stats,
             stop_reason=self._stats.stop_reason if handed_out else None,
-            logprobs=self._entries.logprobs[: len(self._tokens)] or None,
+            logprobs=self._running.logprobs[: len(self._tokens)] or None,
             estimate=estimate,
-            pieces=self._with_rest(text),
+            pieces=self._complete_pieces(text),
         )
 
     def drain(self) -> Generation:
@@ -161,23 +161,23 @@ class Stream:
             pass
         return self.result
 
-    def _with_rest(self, text: str) -> list[Piece]:
+    def _complete_pieces(self, text: str) -> list[Piece]:
         """Pieces that join to `text`: a held-back part of a character goes to the last token."""
-        prefix = "".join(piece.text for piece in self._given)
-        if not self._given or not text.startswith(prefix):
-            return list(self._given)
-        last = self._given[-1]
-        return [*self._given[:-1], last._replace(text=last.text + text[len(prefix) :])]
+        prefix = "".join(piece.text for piece in self._piece_list)
+        if not self._piece_list or not text.startswith(prefix):
+            return list(self._piece_list)
+        last = self._piece_list[-1]
+        return [*self._piece_list[:-1], last._replace(text=last.text + text[len(prefix) :])]
 
     def _decode(self) -> Generator[str, None, None]:
         tokenizer, streamer = self.request.tokenizer, self.request.streamer
         decoder, stops = TextDecoder(tokenizer), UntilStop([self.request.end])
-        decoder.push(self.request.behind, last=True)
+        decoder.push(self.request.tail, last=True)
         try:
-            if streamer is not None and not self.request.greeted:
-                streamer.put(self._entries.state.ids.cpu())
+            if streamer is not None and not self.request.streamer_has_prompt:
+                streamer.put(self._running.state.ids.cpu())
             yield ""  # started: from here on, the streamer's `end` is always called
-            for entry in self._entries:
+            for entry in self._running:
                 self.rounds.append(entry)
                 self._stats.add(entry)
                 for token, giver in zip(entry.tokens, entry.givers, strict=True):
@@ -187,7 +187,7 @@ class Stream:
                         streamer.put(torch.tensor([token]))
                     tokens = [] if is_end(tokenizer, entry, token) else [token]
                     piece = stops.push(decoder.push(tokens))
-                    self._given.append(Piece(piece, giver))
+                    self._piece_list.append(Piece(piece, giver))
                     if piece:
                         yield piece
                 if self._closed:  # by another thread

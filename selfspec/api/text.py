@@ -54,7 +54,7 @@ def encode(
     if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
         return _listed_ids(prompt)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    _check_messages(messages, whole=isinstance(prompt, str))
+    _check_messages(messages, is_text=isinstance(prompt, str))
     if tokenizer is None:
         raise InvalidPrompt("a prompt in words needs a tokenizer. Give one to selfspec.wrap")
     text, plain = prompt, raw or tokenizer.chat_template is None
@@ -98,10 +98,10 @@ def _listed_ids(ids: Sequence[Any]) -> Tensor:
     return torch.tensor([[int(token) for token in ids]])
 
 
-def _check_messages(messages: Sequence[Any], *, whole: bool) -> None:
-    """Raise InvalidPrompt at the first invalid message; `whole`: the prompt is one text."""
+def _check_messages(messages: Sequence[Any], *, is_text: bool) -> None:
+    """Raise InvalidPrompt at the first invalid message; `is_text`: the prompt is one text."""
     for place, message in enumerate(messages):
-        label = "the prompt" if whole else f"message {place}"
+        label = "the prompt" if is_text else f"message {place}"
         if not isinstance(message, Mapping):
             raise InvalidPrompt(f"{label} is {shown(message)}, expected a role and content")
         if not isinstance(message.get("role"), str):
@@ -132,18 +132,18 @@ class TextDecoder:
             self._decode = partial(tokenizer.decode, skip_special_tokens=not special)
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here: some tokens decode differently after others
-        self._shown = 0  # tokens before this one are in earlier pieces
+        self._shown_count = 0  # tokens before this one are in earlier pieces
 
     def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
         """Return the text that `tokens` add; `last`: with all text that was held back."""
         if self._decode is None:
             return ""
         self._tokens += tokens
-        old_text = str(self._decode(self._tokens[self._context : self._shown]))
+        old_text = str(self._decode(self._tokens[self._context : self._shown_count]))
         new_text = str(self._decode(self._tokens[self._context :]))
         if new_text == old_text or (new_text.endswith("\N{REPLACEMENT CHARACTER}") and not last):
             return ""
-        self._context, self._shown = self._shown, len(self._tokens)
+        self._context, self._shown_count = self._shown_count, len(self._tokens)
         return new_text[len(old_text) :]
 
 
@@ -153,18 +153,18 @@ class TokenTexts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Without a tokenizer, a token's text is its id in angle brackets."""
         self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
+        self._texts: dict[int, str] = {}
 
     def of(self, token: int) -> str:
         """The text of one token in the middle of a text, with its leading space."""
         if self._tokenizer is None:
             return f"<{token}>"
-        if token not in self._known:
+        if token not in self._texts:
             # after another token, because some tokenizers drop the space that opens a text
             prefix = list(self._tokenizer("a", add_special_tokens=False)["input_ids"])
             text = str(self._tokenizer.decode([*prefix, token]))
-            self._known[token] = text.removeprefix(str(self._tokenizer.decode(prefix)))
-        return self._known[token]
+            self._texts[token] = text.removeprefix(str(self._tokenizer.decode(prefix)))
+        return self._texts[token]
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """The text that each token adds, special tokens included; the pieces join to the whole."""
@@ -180,25 +180,25 @@ class UntilStop:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(filter(None, stops))
-        self._held = ""
-        self.found = False
+        self._pending = ""
+        self.has_stopped = False
         """Whether a stop was found; no text is passed on after it."""
 
     def push(self, text: str, *, last: bool = False) -> str:
         """Return text that no stop can cut any more; `last`: with all text that was held back."""
-        if self.found:
+        if self.has_stopped:
             return ""
-        text = self._held + text
+        text = self._pending + text
         ends = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         if ends:
-            self.found, self._held = True, ""
+            self.has_stopped, self._pending = True, ""
             return text[: min(ends)]
-        size = 0 if last else max((begun_length(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - size :]
+        size = 0 if last else max((overlap_length(text, stop) for stop in self._stops), default=0)
+        self._pending = text[len(text) - size :]
         return text[: len(text) - size]
 
 
-def begun_length(text: str, stop: str) -> int:
+def overlap_length(text: str, stop: str) -> int:
     """The length of the longest end of `text` that is a beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

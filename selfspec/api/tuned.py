@@ -78,7 +78,7 @@ def read(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
     if not folder().is_dir() or not (file := path(backbone, heads)).is_file():
         return {}
     try:
-        options = _checked(read_json(file), heads)
+        options = _checked_options(read_json(file), heads)
     except _UNUSABLE as error:
         reason = first_line(error)
         logger.warning("ignored %s: %s. Run selfspec tune again, or with --forget", file, reason)
@@ -91,14 +91,14 @@ def write(
     backbone: Backbone,
     heads: ExitHeads | None,
     options: Mapping[str, Any],
-    found: Mapping[str, Any] | None = None,
+    record: Mapping[str, Any] | None = None,
     file: Path | None = None,
 ) -> Path:
-    """Save `options`; `found` tells people how they were found. Returns the file."""
+    """Save `options`; `record` tells people how they were found. Returns the file."""
     file = file or path(backbone, heads)
     values: dict[str, Any] = {"format_version": FORMAT_VERSION}
     values |= {"conditions": conditions(backbone, heads), "options": dict(options)}
-    values |= {} if found is None else {"found": dict(found)}
+    values |= {} if record is None else {"found": dict(record)}
     write_file(file, json.dumps(values, indent=2) + "\n")
     return file
 
@@ -134,7 +134,7 @@ def first_costs(backbone: Backbone, heads: ExitHeads | None) -> dict[str, Any]:
     """The costs of rows and heads as options: measured once, saved unless this machine is busy."""
     file = _costs_path(backbone, heads)
     with suppress(*_UNUSABLE):
-        return _checked(read_json(file), heads)
+        return _checked_options(read_json(file), heads)
     logger.info("measuring what rows and heads cost on this machine")
     if not (costs := settings_text(quick_costs(backbone, heads))):
         return {}  # the model has too few positions to compare rows
@@ -156,7 +156,7 @@ def _costs_path(backbone: Backbone, heads: ExitHeads | None) -> Path:
     return cache_folder() / "costs" / name
 
 
-def _checked(values: Any, heads: ExitHeads | None) -> dict[str, Any]:
+def _checked_options(values: Any, heads: ExitHeads | None) -> dict[str, Any]:
     """Check a file's values and return its options. Raises errors that `read` catches."""
     if values["format_version"] != FORMAT_VERSION:
         raise InvalidOption(f"format version {values['format_version']}, not {FORMAT_VERSION}")

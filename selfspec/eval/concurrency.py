@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from selfspec.api.chat_template import NO_END, listed
+from selfspec.api.chat_template import NO_END, as_list
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import encode
 from selfspec.decoding.engine import Running
@@ -96,7 +96,7 @@ def padded_batch(
     """Transformers' `generate`: batches of `texts` prompts, padded on the left."""
     load, answers, start = Load(texts=texts), list[list[int]](), time.perf_counter()
     model: Any = speculator.model
-    ends = listed(model.generation_config.eos_token_id)
+    ends = as_list(model.generation_config.eos_token_id)
     for first in range(0, len(prompts), texts):
         group = prompts[first : first + texts]
         ones = [torch.ones_like(ids[0]) for ids in group]
@@ -120,7 +120,7 @@ def continuous(speculator: Speculator, prompts: Sequence[Tensor], count: int, te
     """Transformers' continuous batching: `generate_batch`, `texts` prompts at a time."""
     load, answers, start = Load(texts=texts), list[list[int]](), time.perf_counter()
     model: Any = speculator.model
-    ends = listed(model.generation_config.eos_token_id)
+    ends = as_list(model.generation_config.eos_token_id)
     end_options: Any = {"eos_token_id": ends or None, "pad_token_id": min(ends, default=None)}
     config = GenerationConfig(max_new_tokens=count, do_sample=False, **end_options)
     for first in range(0, len(prompts), texts):
@@ -166,7 +166,7 @@ def measured(
     with unchanged(speculator):
         config: Any = speculator.model.generation_config
         if (end := speculator.turn_end.token) is not None:
-            config.eos_token_id = [*listed(config.eos_token_id), end]
+            config.eos_token_id = [*as_list(config.eos_token_id), end]
         speculator.turn_end = NO_END
         _, expected = METHODS["plain"](speculator, prompts, new_tokens, 1)
         for name in methods:  # warms up: work of the first use does not count

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.api.request import Request, stop_strings
 from selfspec.api.speculator import Speculator
-from selfspec.api.text import TextDecoder, TokenTexts, UntilStop, begun_length, encode, is_end
+from selfspec.api.text import TextDecoder, TokenTexts, UntilStop, encode, is_end, overlap_length
 from selfspec.config import WRITING, GenerateOptions
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.engine import Running
@@ -269,7 +269,7 @@ class Answer:
         self.newest_s: float | None = None  # when its newest tokens came
         self._tokenizer = call.tokenizer
         self._decoder = TextDecoder(call.tokenizer)
-        self._decoder.push(call.behind, last=True)
+        self._decoder.push(call.tail, last=True)
         self._stops = UntilStop([*choice.options.get("stop_strings", ()), call.end])
         form, self._texts, self._explanation = writer.tool_format, writer.texts, None
         self._calls: Calls | None = None
@@ -317,7 +317,7 @@ class Answer:
         # a time limit counts as length, and so does the model's last position
         late = time.perf_counter() - self.job.came_s >= self._choice.options["max_time"]
         ended = running.stats.stop_reason in (("eos",) if late else ("eos", "stop"))
-        complete = ended or self._stops.found  # a stop may be a special token, without text
+        complete = ended or self._stops.has_stopped  # a stop may be a special token, without text
         finish = ("tool_calls" if calls else "stop") if complete else "length"
         return replace(piece, calls=calls, finish=finish)
 
@@ -471,7 +471,7 @@ class Calls:
         mark, content = self._form.before.strip(), self._text.lstrip()
         if mark:
             index = self._text.find(mark)
-            end = index if index >= 0 else len(self._text) - begun_length(self._text, mark)
+            end = index if index >= 0 else len(self._text) - overlap_length(self._text, mark)
         else:
             end = 0 if not content or content.startswith("{") else len(self._text)
         piece = self._text[self._given : end]

@@ -30,7 +30,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from selfspec.api.chat_template import advice, apply_template, listed, turn_end
+from selfspec.api.chat_template import advice, apply_template, as_list, turn_end
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.engine import MOST_TEXTS, Engine, Runtime, SequenceRequest
@@ -200,7 +200,7 @@ def _around(text: str, sign: str) -> tuple[str, str]:
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens with which the model ends an answer. Raises InvalidData if there are none."""
     configured: Any = model.generation_config.eos_token_id if model.generation_config else None
-    ids = {*listed(configured), tokenizer.eos_token_id, turn_end(tokenizer).token}
+    ids = {*as_list(configured), tokenizer.eos_token_id, turn_end(tokenizer).token}
     ends = frozenset(ids - {None})
     if not ends:
         raise InvalidData("the model has no end token, so its answers never end")

@@ -315,4 +315,4 @@ def test_a_wrong_name_and_a_missing_or_broken_file_are_named(tmp_path: Path) -> 
     ],
 )
 def test_the_name_of_a_model_suggests_its_template(model: str, name: str) -> None:
-    assert templates.suggested(model) == name
+    assert templates.suggestion(model) == name

@@ -86,7 +86,7 @@ def test_the_estimate_follows_from_the_costs(speculator: Speculator) -> None:
     assert answer.estimate is not None
     assert answer.estimate.speed_up == pytest.approx(19 / steps)
     assert answer.estimate.measured
-    stream._entries.shared = True  # with other texts, whose rows change all costs
+    stream._running.shared = True  # with other texts, whose rows change all costs
     assert stream.result.estimate is None
     default = speculator.generate(random_ids(9), **options)
     assert default.estimate is not None

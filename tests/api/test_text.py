@@ -160,7 +160,7 @@ def test_pieces_join_to_the_text_before_the_first_stop(pieces: list[str], stops:
             text = text[: min(text.find(stop) for stop in stops if stop in text)]
             break
     assert output == text
-    assert until.found is ended
+    assert until.has_stopped is ended
 
 
 def test_a_stop_is_found_in_a_token_that_was_added_later(

@@ -81,10 +81,10 @@ def speculator(request: pytest.FixtureRequest) -> Speculator:
 def rounds_of(speculator: Speculator, **options: Any) -> Iterator[tuple[Round, Counter[str]]]:
     """Each round after the prompt's, and its waits."""
     stream = speculator.stream(random_ids(13), max_new_tokens=24, **options)
-    next(stream._entries)
+    next(stream._running)
     while True:
         with waits() as counts:
-            entry = next(stream._entries, None)
+            entry = next(stream._running, None)
         if entry is None:
             return
         yield entry, counts
@@ -172,12 +172,12 @@ def test_a_round_launches_few_operators_besides_graphs_and_captures_nothing() ->
     for speculate in (False, True):
         options: Any = {"speculate": speculate, "drafter": drafter, "max_new_tokens": 24}
         stream = llama.stream(random_ids(13), **options)
-        next(stream._entries)
+        next(stream._running)
         captured = len(capture.recordings)
         for _ in range(3):
             replays = capture.replays
             with Waits() as mode:
-                drafted = len(next(stream._entries).draft_tokens)
+                drafted = len(next(stream._running).draft_tokens)
             counts = mode.launches, capture.replays - replays
             maxima[drafted] = max(counts, maxima.get(drafted, counts))
         assert len(capture.recordings) == captured
@@ -192,8 +192,8 @@ def test_trees_capture_nothing_within_an_answer(kind: str) -> None:
     speculator = wrap(model, heads=heads, executor="cuda-graph", never_slower=False)
     speculator.backbone._executor.start_capture(lambda: capture, None)  # type: ignore[attr-defined]
     stream = speculator.stream(random_ids(13), max_new_tokens=24, drafter=ladder.TREES)
-    next(stream._entries)
-    captured, entries = len(capture.recordings), list(stream._entries)
+    next(stream._running)
+    captured, entries = len(capture.recordings), list(stream._running)
     assert any(entry.parents for entry in entries)
     assert len(capture.recordings) == captured
 
