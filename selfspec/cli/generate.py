@@ -281,7 +281,7 @@ def serve(*, args: Args) -> None:
     """
     options = base.options_of(ServeOptions, args)
     kv_memory = base.kv_memory(args)
-    keys = Keys.found(Path(args["api_key_file"]) if "api_key_file" in args else None)
+    keys = Keys.read(Path(args["api_key_file"]) if "api_key_file" in args else None)
     advice = f"Set {VARIABLE}, or give --api-key-file"
     if not is_loopback(options.host) and not keys:
         raise InvalidOption(f"host is {options.host}, which others can reach. {advice}")
@@ -289,13 +289,13 @@ def serve(*, args: Args) -> None:
         problem = "cors_origin is *: every web page that a browser here shows could send requests"
         raise InvalidOption(f"{problem}. {advice}, or name the page")
     check_packages("a server", "fastapi", "uvicorn", "prometheus_client", extra="serve")
-    from selfspec.serve.gate import Server, bound
+    from selfspec.serve.gate import Server, bind_socket
 
     def ready(address: str) -> None:
         count = f", {options.replicas} copies," if options.replicas > 1 else ""
         base.note(f"{label}{count} at {address}/v1, a page at {address}. Ctrl-C stops it.")
 
-    with bound(options) as socket:
+    with bind_socket(options) as socket:
         if options.replicas == 1:
             base.note(f"loading {args.get('model', 'the default model')}")
             speculator = base.load(args)

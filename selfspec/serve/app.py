@@ -27,7 +27,7 @@ from selfspec import files, pages
 from selfspec.errors import InvalidData
 from selfspec.serve import gate, protocol
 from selfspec.serve.options import Keys
-from selfspec.serve.protocol import Body, ChatBody, Choice, Refused, TextBody, of_error, places
+from selfspec.serve.protocol import Body, ChatBody, Choice, Refused, TextBody, refusal_of, trace_of
 from selfspec.serve.writer import GIVERS, Job, Json, Piece, Writer
 
 logger = logging.getLogger(__name__)
@@ -84,14 +84,14 @@ class _Server:
 
     async def health(self) -> Response:
         alive = self._writer.alive
-        state = {"status": "ok" if alive else "stopping", "answers": self._writer.open}
+        state = {"status": "ok" if alive else "stopping", "answers": self._writer.open_choices}
         return JSONResponse(state, 200 if alive else 503)
 
     async def metrics(self) -> Response:
         writer = self._writer
         if writer.alive:
             with contextlib.suppress(asyncio.TimeoutError):  # the round takes longer
-                await asyncio.wait_for(asyncio.wrap_future(writer.look()), _LOOK_S)
+                await asyncio.wait_for(asyncio.wrap_future(writer.update_gauges()), _LOOK_S)
         return Response(writer.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def _answer(self, request: Request, kind: type[ChatBody | TextBody]) -> Response:
@@ -102,7 +102,7 @@ class _Server:
             raise Refused(415, "Content-Encoding is not supported. Send the body as it is")
         content = await gate.read(request, self._writer.options)
         body, choices = await asyncio.to_thread(self._read, content, kind)
-        field = choices[0].needs_tools  # all have the same tools, and one grammar
+        field = choices[0].tools_field  # all have the same tools, and one grammar
         if field is not None and self._writer.tool_format is None:
             raise Refused(
                 400,
@@ -113,9 +113,9 @@ class _Server:
         reply = Reply(self._writer, choices, body, len(content))
         setattr(request.state, gate.REPLY, reply)
         if not body.stream:
-            await gate.unless_gone(request.receive, reply.rest())
-            return JSONResponse(reply.whole())
-        piece = await gate.unless_gone(request.receive, reply.next())  # an error is not streamed
+            await gate.while_open(request.receive, reply.read_rest())
+            return JSONResponse(reply.completion())
+        piece = await gate.while_open(request.receive, reply.next())  # an error is not streamed
         return StreamingResponse(
             reply.lines(piece, with_usage=body.stream_options.include_usage),
             media_type="text/event-stream",
@@ -132,7 +132,7 @@ class _Server:
         except InvalidData as error:
             raise Refused(400, str(error)) from error
         except ValidationError as error:
-            raise protocol.of_validation(error) from error
+            raise protocol.invalid_body(error) from error
         self._require_model(body.model)
         if "stream_options" in body.model_fields_set and not body.stream:
             raise Refused(400, "stream_options needs stream: true. Drop it", field="stream_options")
@@ -174,10 +174,10 @@ class Reply:
     def __init__(self, writer: Writer, choices: Sequence[Choice], body: Body, size: int) -> None:
         """Submit the request, of `size` bytes. Raises Refused if too many answers wait."""
         self._writer, self._field = writer, body.field
-        self._chat = isinstance(body, ChatBody)
-        self._notes = "logprobs" in choices[0].options
+        self._is_chat = isinstance(body, ChatBody)
+        self._has_logprobs = "logprobs" in choices[0].options
         self._head = {
-            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": writer.label,
         }
@@ -193,15 +193,15 @@ class Reply:
         piece = await self._queue.get()
         if piece.error is not None:
             self.leave()
-            refusal = of_error(piece.error, self._field)
+            refusal = refusal_of(piece.error, self._field)
             if refusal.status >= 500 and refusal is not piece.error:
-                logger.info("an answer failed:\n%s", places(piece.error))
+                logger.info("an answer failed:\n%s", trace_of(piece.error))
             raise refusal
         self._pieces[piece.choice].append(piece)
         return piece
 
-    async def rest(self) -> None:
-        while not self._complete:
+    async def read_rest(self) -> None:
+        while not self._is_complete:
             await self.next()
 
     def leave(self) -> None:
@@ -209,7 +209,7 @@ class Reply:
         self._writer.cancel(self._job)
 
     @property
-    def asked(self) -> list[Any]:
+    def prompts(self) -> list[Any]:
         """The prompts, for a log that may contain them."""
         return [choice.prompt for choice in self._job.choices]
 
@@ -259,29 +259,29 @@ class Reply:
             usage["prompt_tokens_details"] = {"cached_tokens": records[0].reused_tokens}
         return usage
 
-    def whole(self) -> Json:
+    def completion(self) -> Json:
         choices = []
         for index, text in enumerate(self.texts):
             *_, last = pieces = self._pieces[index]
             message: Json = {"role": "assistant", "content": text, "refusal": None}
             if last.calls:
                 message |= {"content": text or None, "tool_calls": last.calls}
-            content = {"message": message} if self._chat else {"text": text}
+            content = {"message": message} if self._is_chat else {"text": text}
             choices.append(self._choice(index, pieces, content, last.finish))
-        kind = "chat.completion" if self._chat else "text_completion"
+        kind = "chat.completion" if self._is_chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, "usage": self.usage}
 
     async def lines(self, piece: Piece, *, with_usage: bool) -> AsyncIterator[str]:
         """Server-sent events, from the first piece on."""
         fields: Json = {"usage": None} if with_usage else {}
         try:
-            for index in range(len(self._pieces)) if self._chat else ():
+            for index in range(len(self._pieces)) if self._is_chat else ():
                 delta = {"role": "assistant", "content": ""}
                 yield self._event(self._choice(index, [], {"delta": delta}), **fields)
-            for choice in self._told(piece):
+            for choice in self._choices_of(piece):
                 yield self._event(choice, **fields)
-            while not self._complete:
-                for choice in self._told(await self.next()):
+            while not self._is_complete:
+                for choice in self._choices_of(await self.next()):
                     yield self._event(choice, **fields)
             if with_usage:
                 yield self._event(usage=self.usage)
@@ -291,12 +291,12 @@ class Reply:
             yield gate.event(error.body())
 
     @property
-    def _complete(self) -> bool:
+    def _is_complete(self) -> bool:
         return all(pieces and pieces[-1].finish for pieces in self._pieces)
 
-    def _told(self, piece: Piece) -> Iterator[Json]:
-        output = piece.text or piece.logprobs or piece.told
-        if not self._chat:
+    def _choices_of(self, piece: Piece) -> Iterator[Json]:
+        output = piece.text or piece.logprobs or piece.rounds
+        if not self._is_chat:
             if output or piece.finish:
                 yield self._choice(piece.choice, [piece], {"text": piece.text}, piece.finish)
             return
@@ -309,24 +309,24 @@ class Reply:
             yield self._choice(piece.choice, [], {"delta": {}}, piece.finish)
 
     def _event(self, *choices: Json, **fields: Json) -> str:
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         return gate.event({**self._head, "object": kind, "choices": choices, **fields})
 
     def _choice(
         self, index: int, pieces: Sequence[Piece], content: Json, finish: str | None = None
     ) -> Json:
         """`pieces`: those whose log-probabilities and rounds are added, if requested."""
-        logprobs = self._likely(pieces) if self._notes and pieces else None
+        logprobs = self._logprobs(pieces) if self._has_logprobs and pieces else None
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
-        if groups := [piece.told for piece in pieces if piece.told is not None]:
+        if groups := [piece.rounds for piece in pieces if piece.rounds is not None]:
             rounds = [*itertools.chain.from_iterable(groups)]
             choice["speculation"] = {"rounds": rounds, "num_layers": self._writer.num_layers}
         return choice
 
-    def _likely(self, pieces: Sequence[Piece]) -> Json:
+    def _logprobs(self, pieces: Sequence[Piece]) -> Json:
         """Log-probabilities of tokens, in OpenAI's format for chats or for texts."""
         entries = [entry for piece in pieces for entry in piece.logprobs]
-        if self._chat:
+        if self._is_chat:
             return {"content": entries, "refusal": None}
         tops = [
             [(top["token"], top["logprob"]) for top in (*entry["top_logprobs"], entry)]

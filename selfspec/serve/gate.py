@@ -29,7 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from selfspec.decoding.stats import counted
 from selfspec.errors import InvalidOption
 from selfspec.serve.options import Keys, ServeOptions, is_loopback
-from selfspec.serve.protocol import Refused, of_error, places
+from selfspec.serve.protocol import Refused, refusal_of, trace_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +51,13 @@ def guard(
     app: Starlette,
     options: ServeOptions,
     keys: Keys,
-    refused: Callable[[int], None] = lambda _: None,
+    count: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Add all checks to `app`; errors become OpenAI's responses, `refused` gets their status."""
+    """Add all checks to `app`; errors become OpenAI's responses, `count` gets their status."""
 
     async def refuse(_: Request, error: Exception) -> Response:
         gone = isinstance(error, ClientDisconnect)
-        return Response(status_code=NOBODY) if gone else response(of_error(error))
+        return Response(status_code=NOBODY) if gone else response(refusal_of(error))
 
     for kind in (Refused, ClientDisconnect):
         app.add_exception_handler(kind, refuse)
@@ -69,7 +69,7 @@ def guard(
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
         )
-    app.add_middleware(_Around, options=options, refused=refused)
+    app.add_middleware(_Around, options=options, count=count)
 
 
 def event(value: Any) -> str:
@@ -86,28 +86,28 @@ async def read(request: Request, options: ServeOptions) -> bytearray:
     """Read a request's body. Raises Refused if it is too large or too slow."""
     body, limit, seconds = bytearray(), int(options.max_body_mb * 1e6), options.client_timeout
 
-    async def hold() -> None:
+    async def collect() -> None:
         async for part in request.stream():
             body.extend(part)
             if len(body) > limit:
                 raise Refused(413, f"the body has more than {limit} bytes. Send less")
 
     try:
-        await asyncio.wait_for(hold(), seconds)
+        await asyncio.wait_for(collect(), seconds)
     except asyncio.TimeoutError as error:
         message = f"the body did not arrive within {seconds:g} seconds. Send it at once"
         raise Refused(408, message, headers={"Connection": "close"}) from error
     return body
 
 
-async def unless_gone(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
-    """Await `wanted`. Raises ClientDisconnect if the client disconnects first."""
+async def while_open(receive: Receive, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await `coroutine`. Raises ClientDisconnect if the client disconnects first."""
 
-    async def gone() -> None:
+    async def disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = work, _ = asyncio.create_task(wanted), asyncio.create_task(gone())
+    tasks = work, _ = asyncio.create_task(coroutine), asyncio.create_task(disconnect())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -119,7 +119,7 @@ async def unless_gone(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(*tasks, return_exceptions=True)  # a cancelled task may raise
 
 
-def tokens(scope: Scope) -> tuple[int, int] | None:
+def token_counts(scope: Scope) -> tuple[int, int] | None:
     """Token counts of the prompt and of the answer; None if nothing was generated."""
     reply: Any = scope["state"].get(REPLY)  # an `app.Reply`
     counts = scope["state"].get(TOKENS) if reply is None else reply.tokens
@@ -163,8 +163,8 @@ class _Around:
     No text of a request or an answer is logged, unless `log_prompts` is set.
     """
 
-    def __init__(self, app: ASGIApp, options: ServeOptions, refused: Callable[[int], None]) -> None:
-        self._app, self._options, self._refused = app, options, refused
+    def __init__(self, app: ASGIApp, options: ServeOptions, count: Callable[[int], None]) -> None:
+        self._app, self._options, self._count = app, options, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -176,35 +176,35 @@ class _Around:
         state = scope.setdefault("state", {})
         start, status, streams = time.monotonic(), 0, False
 
-        async def sent(message: Message) -> None:
+        async def tracked_send(message: Message) -> None:
             nonlocal status, streams
             if message["type"] == "http.response.start":
                 status, streams = message["status"], _STREAMED in message["headers"]
                 if status >= 400 and status != NOBODY:
-                    self._refused(status)
+                    self._count(status)
             await send(message)
 
         try:
-            await self._app(scope, receive, sent)
+            await self._app(scope, receive, tracked_send)
         except asyncio.CancelledError:  # the server stops before the answer is complete
             logger.error("an answer was cut: the server stops, or its client left")
             if streams:
                 await send({"type": "http.response.body", "body": event(_STOPS.body()).encode()})
             elif not status:
-                await response(_STOPS)(scope, receive, sent)
+                await response(_STOPS)(scope, receive, tracked_send)
         except Exception as error:  # noqa: BLE001  # uvicorn would log its message
-            logger.error("a request failed:\n%s", places(error))
+            logger.error("a request failed:\n%s", trace_of(error))
             if status:
                 raise RuntimeError("the answer was cut, as the log says above") from None
-            await response(of_error(error))(scope, receive, sent)
+            await response(refusal_of(error))(scope, receive, tracked_send)
         finally:
             reply: Any = state.get(REPLY)
             if reply is not None:
                 reply.leave()
-            self._say(scope, status, time.monotonic() - start)
+            self._log(scope, status, time.monotonic() - start)
 
-    def _say(self, scope: Scope, status: int, seconds: float) -> None:
-        path, client, counts = scope["path"][:_LONGEST_PATH], scope["client"], tokens(scope)
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        path, client, counts = scope["path"][:_LONGEST_PATH], scope["client"], token_counts(scope)
         if self._options.log_requests:
             logger.info(
                 "%s %s %s, %s in %.3f s for %s",
@@ -214,14 +214,14 @@ class _Around:
             )
         reply: Any = scope["state"].get(REPLY)
         if self._options.log_prompts and reply is not None:
-            logger.info("asked for %s", json.dumps(reply.asked))
+            logger.info("asked for %s", json.dumps(reply.prompts))
             logger.info("answered %s", json.dumps(reply.texts))
 
 
 # Connections
 
 
-def bound(options: ServeOptions) -> socket.socket:
+def bind_socket(options: ServeOptions) -> socket.socket:
     """A socket bound to the address, which does not listen yet. Raises InvalidOption."""
     place = f"{options.host}, port {options.port}"
     try:
@@ -280,12 +280,12 @@ class Server(uvicorn.Server):
             self._ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
 
-def _then_reckon(event: Callable[..., None]) -> Any:
-    def told(connection: _Connection, *args: Any) -> None:
+def _then_update_timer(event: Callable[..., None]) -> Any:
+    def handler(connection: _Connection, *args: Any) -> None:
         event(connection, *args)
-        connection._reckon()
+        connection._update_timer()
 
-    return told
+    return handler
 
 
 class _Connection(H11Protocol):
@@ -296,30 +296,30 @@ class _Connection(H11Protocol):
     parser is always h11, since it limits the size of headers.
     """
 
-    _limit: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
-    connection_made = _then_reckon(H11Protocol.connection_made)
-    handle_events = _then_reckon(H11Protocol.handle_events)
-    on_response_complete = _then_reckon(H11Protocol.on_response_complete)
-    pause_writing = _then_reckon(H11Protocol.pause_writing)
-    resume_writing = _then_reckon(H11Protocol.resume_writing)
+    connection_made = _then_update_timer(H11Protocol.connection_made)
+    handle_events = _then_update_timer(H11Protocol.handle_events)
+    on_response_complete = _then_update_timer(H11Protocol.on_response_complete)
+    pause_writing = _then_update_timer(H11Protocol.pause_writing)
+    resume_writing = _then_update_timer(H11Protocol.resume_writing)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
+        self._stop_timer()
         super().connection_lost(exc)
 
     def _should_upgrade(self) -> bool:
         return False  # uvicorn would log advice to install packages
 
-    def _reckon(self) -> None:
+    def _update_timer(self) -> None:
         """Run the timer while the connection waits for its client, and only then."""
         busy = self.cycle is not None and not self.cycle.response_complete
         if busy and not self.flow.write_paused:
-            self._forget()
-        elif self._limit is None and not self.transport.is_closing():
-            self._limit = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+            self._stop_timer()
+        elif self._timer is None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
 
-    def _forget(self) -> None:
-        if self._limit is not None:
-            self._limit.cancel()
-            self._limit = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

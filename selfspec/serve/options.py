@@ -81,7 +81,7 @@ class Keys:
             raise InvalidOption("an API key has characters that no header can carry")
 
     @classmethod
-    def found(cls, file: Path | None) -> Keys:
+    def read(cls, file: Path | None) -> Keys:
         """Read keys from a file, one per line, and from SELFSPEC_API_KEY, separated by commas."""
         lines = [] if file is None else files.read_text(file, 1 << 20).splitlines()
         entries = [line for line in lines if not line.startswith("#")]

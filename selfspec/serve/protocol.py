@@ -73,11 +73,11 @@ class Choice:
     tools: Tools = ()  # that the model may call
     must_call: bool = False
     explain: bool = False  # whether to say who gave each token
-    needs_tools: str | None = None  # the field that only a chat template with tools can honour
+    tools_field: str | None = None  # the field that only a chat template with tools can honour
     most_calls: int | None = None
 
 
-def _few(entries: Any) -> Any:
+def _check_size(entries: Any) -> Any:
     """Raise ValueError for too many entries: an error for each of them would take seconds."""
     if isinstance(entries, dict) and len(entries) > 1024:
         raise ValueError("more than 1024 entries")
@@ -91,8 +91,8 @@ class _Shape(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _without_nothing(cls, body: Any) -> Any:
-        if not isinstance(_few(body), dict):
+    def _drop_neutral(cls, body: Any) -> Any:
+        if not isinstance(_check_size(body), dict):
             return body
         return {
             name: value
@@ -163,10 +163,10 @@ class _Function(_Shape):
 
     @pydantic.field_validator("parameters")
     @classmethod
-    def _is_object(cls, said: dict[str, Any] | None) -> dict[str, Any] | None:
-        if said and said.get("type", "object") != "object":
-            raise ValueError(f"type is {errors.shown(said['type'])}, expected object")
-        return said
+    def _require_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        if schema and schema.get("type", "object") != "object":
+            raise ValueError(f"type is {errors.shown(schema['type'])}, expected object")
+        return schema
 
 
 class _Tool(_Shape):
@@ -197,7 +197,7 @@ class _ResponseFormat(_Shape):
         return self
 
     @property
-    def wanted(self) -> dict[str, Any] | bool | None:
+    def constraint(self) -> dict[str, Any] | bool | None:
         if self.json_schema is not None and self.json_schema.schema_:
             return self.json_schema.schema_
         return None if self.type == "text" else True
@@ -217,12 +217,12 @@ class _Speculation(_Shape):
 
     @pydantic.field_validator("drafter", "controller")
     @classmethod
-    def _is_small(cls, said: str, info: pydantic.ValidationInfo) -> str:
+    def _check_setting(cls, setting: str, info: pydantic.ValidationInfo) -> str:
         try:
-            check_request({str(info.field_name): said})
+            check_request({str(info.field_name): setting})
         except errors.InvalidOption as error:
             raise ValueError(str(error)) from error
-        return said
+        return setting
 
 
 class Body(_Shape):
@@ -243,14 +243,14 @@ class Body(_Shape):
     min_p: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[TokenName, Bias], BeforeValidator(_few)] | None = None
+    logit_bias: Annotated[dict[TokenName, Bias], BeforeValidator(_check_size)] | None = None
     response_format: _ResponseFormat | None = None
     max_tokens: Count | None = None
     # for billing and caching by user, which are not done here
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: Annotated[dict[str, str], BeforeValidator(_few)] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_check_size)] | None = None
     speculation: StrictBool | _Speculation | None = None
 
     def _choices(
@@ -265,7 +265,7 @@ class Body(_Shape):
             "frequency_penalty": self.frequency_penalty,
             # a dict: in lists, transformers 5.17 refuses token 0
             "sequence_bias": {(int(key),): bias for key, bias in (self.logit_bias or {}).items()},
-            "json_schema": self.response_format and self.response_format.wanted,
+            "json_schema": self.response_format and self.response_format.constraint,
             "stop_strings": [stop for stop in self.stop or [] if stop],
         }
         options |= {name: value for name, value in extras.items() if value not in (None, 0, [], {})}
@@ -314,7 +314,7 @@ class ChatBody(Body):
             raise ValueError("tool_choice without tools")
         if isinstance(choice, _Chosen) and choice.function.name not in names:
             raise ValueError(f"tool_choice names {choice.function.name}, which is no tool")
-        if self._must_call and self.response_format is not None and self.response_format.wanted:
+        if self._must_call and self.response_format is not None and self.response_format.constraint:
             raise ValueError("response_format beside a tool that must be called")
         return self
 
@@ -338,7 +338,7 @@ class ChatBody(Body):
             limits,
             tools=[tool.model_dump(exclude_none=True) for tool in tools],
             must_call=self._must_call,
-            needs_tools="tools" if tools else "messages" if has_calls else None,
+            tools_field="tools" if tools else "messages" if has_calls else None,
             most_calls=None if self.parallel_tool_calls else 1,
         )
 
@@ -388,7 +388,7 @@ _FIELDS |= {"SequenceBiasLogitsProcessor": "logit_bias"}
 """Fields of a request, by the runtime's name for them, which begins its error messages."""
 
 
-def of_error(error: BaseException, field: str | None = None) -> Refused:
+def refusal_of(error: BaseException, field: str | None = None) -> Refused:
     """The response for an error that a request caused; `field` is the one with its prompt."""
     if isinstance(error, Refused):
         return error
@@ -403,7 +403,7 @@ def of_error(error: BaseException, field: str | None = None) -> Refused:
     return Refused(500, "the answer failed through a fault of the server. Its log says more")
 
 
-def of_validation(error: pydantic.ValidationError) -> Refused:
+def invalid_body(error: pydantic.ValidationError) -> Refused:
     """The error of an invalid body: of several, the most deeply nested, and of these the last."""
     faults = error.errors(include_url=False, include_context=False, include_input=False)
     faults.sort(key=lambda e: e["type"].endswith("_type"))  # prefer values of the right type
@@ -428,12 +428,12 @@ _NAMES = {*ChatBody.model_fields, *TextBody.model_fields}
 _TYPES = {"str", "bool", "int", "float", "list", "dict", "_Speculation", "_Chosen"}
 
 
-def places(error: BaseException) -> str:
+def trace_of(error: BaseException) -> str:
     """An error's class and its lines of code, those of its causes first.
 
     Its message is left out, because it may hold a client's text.
     """
     cause = error.__cause__ or error.__context__
-    lines = [places(cause), "\nwhich led to\n"] if cause is not None else []
+    lines = [trace_of(cause), "\nwhich led to\n"] if cause is not None else []
     lines += traceback.format_tb(error.__traceback__)
     return "".join(lines) + type(error).__name__

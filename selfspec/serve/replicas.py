@@ -64,9 +64,9 @@ class Replica:
     """One copy, in its own process: the plain server without its keys, CORS and request log."""
 
     def __init__(
-        self, loading: dict[str, Any], options: ServeOptions, kv_memory: int | None
+        self, load_options: dict[str, Any], options: ServeOptions, kv_memory: int | None
     ) -> None:
-        """`loading`: keywords of `selfspec.load`. Raises RuntimeError if loading fails."""
+        """`load_options`: keywords of `selfspec.load`. Raises RuntimeError if loading fails."""
         from selfspec.api.speculator import load
         from selfspec.serve.app import make_app
         from selfspec.serve.writer import Writer
@@ -77,7 +77,7 @@ class Replica:
         # the front has checked and logged the requests
         options = replace(options, cors_origin=None, log_requests=False, host="")
         try:
-            self._writer = Writer(load(**loading), options, kv_memory)
+            self._writer = Writer(load(**load_options), options, kv_memory)
         except SelfspecError as error:
             raise RuntimeError(f"{_MARK}{error}") from None
         name = serve.get_replica_context().replica_id.unique_id
@@ -109,7 +109,7 @@ class Replica:
                 if message["type"] == "http.response.start":
                     message = {**message, "headers": [*message["headers"], self._header]}
                 if message["type"] == "http.response.body" and not message.get("more_body"):
-                    yield {"type": _TOKENS, "tokens": gate.tokens(scope)}
+                    yield {"type": _TOKENS, "tokens": gate.token_counts(scope)}
                 yield message
             task.result()
         finally:
@@ -118,7 +118,7 @@ class Replica:
 
 @contextlib.contextmanager
 def copies(
-    loading: dict[str, Any], options: ServeOptions, kv_memory: int | None
+    load_options: dict[str, Any], options: ServeOptions, kv_memory: int | None
 ) -> Iterator[DeploymentHandle[Replica]]:
     """Run copies until the context ends; they share cores and `kv_memory`. Raises InvalidOption."""
     count = options.replicas
@@ -141,7 +141,7 @@ def copies(
     with cluster.started(num_cpus=cpus, object_store_memory=_OBJECTS_BYTES):
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # its errors are also raised
         serve.start(proxy_location="Disabled", logging_config=log_config)
-        app = deployment.bind(loading, options, memory // count)
+        app = deployment.bind(load_options, options, memory // count)
         try:
             handle = serve.run(app, name=_NAME, route_prefix=None)
         except (RuntimeError, RayError) as error:
@@ -173,11 +173,11 @@ class _Front:
         messages = cast("DeploymentResponseGenerator[Message]", handle.answer.remote(fields, body))
         try:
             with contextlib.suppress(ClientDisconnect):
-                await gate.unless_gone(receive, self._pass(messages, scope, send))
+                await gate.while_open(receive, self._forward(messages, scope, send))
         finally:
             messages.cancel()
 
-    async def _pass(
+    async def _forward(
         self, messages: DeploymentResponseGenerator[Message], scope: Scope, send: Send
     ) -> None:
         """Pass a copy's messages on to the client; if the copy dies or is late, send an error."""

@@ -36,7 +36,7 @@ from selfspec.errors import InvalidData
 from selfspec.files import parse_json
 from selfspec.model.kv import Memory
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.protocol import Choice, Refused, Tools, places
+from selfspec.serve.protocol import Choice, Refused, Tools, trace_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +62,9 @@ class Writer:
         self.texts = TokenTexts(speculator.tokenizer)
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: dict[Running, Answer] = {}
-        self.open = 0  # choices that run or wait
+        self.open_choices = 0  # choices that run or wait
         self._readers = ThreadPoolExecutor(_READERS, "selfspec-reader")
-        self._reader_of_long = ThreadPoolExecutor(1, "selfspec-reader")
+        self._long_reader = ThreadPoolExecutor(1, "selfspec-reader")
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="selfspec-writer", daemon=True)
@@ -79,12 +79,12 @@ class Writer:
         """Queue a job. Raises Refused if too many choices run or wait already."""
         count = len(job.choices)
         with self._lock:
-            if self.open + count > self.options.concurrency + self.options.queue:
-                message = f"{self.open} answers are running or waiting. Try again soon"
+            if self.open_choices + count > self.options.concurrency + self.options.queue:
+                message = f"{self.open_choices} answers are running or waiting. Try again soon"
                 raise Refused(429, message, headers={"Retry-After": "1"})
-            self.open += count
-        job.left = count
-        readers = self._reader_of_long if job.size > _LONG else self._readers
+            self.open_choices += count
+        job.open_choices = count
+        readers = self._long_reader if job.size > _LONG else self._readers
         future = readers.submit(self._read, job)
         future.add_done_callback(lambda _: self._orders.put(lambda: self._begin(job, future)))
 
@@ -92,19 +92,19 @@ class Writer:
         """Give up the choices of a job that are not complete."""
 
         def leave() -> None:
-            self.metrics.count("request_cancelled", by=job.left)  # also if still being read
+            self.metrics.count("request_cancelled", by=job.open_choices)  # also if still being read
             self._leave(job)
 
         self._orders.put(leave)
 
-    def look(self) -> Future[Memory]:
+    def update_gauges(self) -> Future[Memory]:
         """Set the gauges between two rounds; gives the memory, or nothing after `stop`."""
         future: Future[Memory] = Future()
 
         def answer() -> None:
             if future.set_running_or_notify_cancel():
                 running, memory = self._engine.texts - self._engine.waiting, self._engine.memory
-                self.metrics.show(running, self.open - running, *memory)
+                self.metrics.set_gauges(running, self.open_choices - running, *memory)
                 future.set_result(memory)
 
         self._orders.put(answer)
@@ -112,7 +112,7 @@ class Writer:
 
     def stop(self) -> None:
         self._stopping.set()
-        for readers in (self._readers, self._reader_of_long):
+        for readers in (self._readers, self._long_reader):
             readers.shutdown(wait=False, cancel_futures=True)
         self._orders.put(lambda: None)
         self._thread.join()
@@ -122,13 +122,13 @@ class Writer:
             try:
                 self._take_orders()
                 for running in self._engine.step() if self._engine.texts else ():
-                    self.metrics.wrote(self._answers[running])
-                    self._tell(self._answers[running])
+                    self.metrics.count_rounds(self._answers[running])
+                    self._send_piece(self._answers[running])
             except BaseException as error:  # noqa: BLE001  # its message may hold what a client wrote
-                logger.error("a round failed; its answers end, others go on:\n%s", places(error))
+                logger.error("a round failed; its answers end, others go on:\n%s", trace_of(error))
                 for answer in list(self._answers.values()):
                     if answer.running.ended:  # the failed round did not report it
-                        self._tell(answer)
+                        self._send_piece(answer)
         for running in list(self._answers):
             running.close()
 
@@ -142,7 +142,7 @@ class Writer:
         except queue.Empty:
             return
 
-    def _tell(self, answer: Answer) -> None:
+    def _send_piece(self, answer: Answer) -> None:
         try:
             piece = answer.piece()
         except BaseException as error:  # noqa: BLE001  # any error ends the answer
@@ -150,25 +150,25 @@ class Writer:
             if not answer.running.ended:
                 answer.running.close()
         if piece.finish is not None:
-            self.metrics.finished(answer, piece.finish)
+            self.metrics.count_answer(answer, piece.finish)
         if answer.running.ended:
-            self._done(answer)
-        self._say(answer.job, piece)
+            self._remove(answer)
+        self._send(answer.job, piece)
 
-    def _say(self, job: Job, piece: Piece) -> None:
+    def _send(self, job: Job, piece: Piece) -> None:
         try:
-            job.wrote(piece)
+            job.on_piece(piece)
         except BaseException as error:  # noqa: BLE001  # its client's callback failed: others go on
-            logger.error("an answer could not be sent:\n%s", places(error))
+            logger.error("an answer could not be sent:\n%s", trace_of(error))
             self._leave(job)
 
     def _read(self, job: Job) -> list[Tensor]:
-        self._speculator.read_ahead(self._asked(job.choices[0]))  # all have the same
-        return [self._ids(choice) for choice in job.choices[:: job.n] if job.left]
+        self._speculator.read_ahead(self._options_of(job.choices[0]))  # all have the same
+        return [self._ids(choice) for choice in job.choices[:: job.n] if job.open_choices]
 
     def _begin(self, job: Job, future: Future[list[Tensor]]) -> None:
         """Add a job's texts to the engine: all or none."""
-        if not job.left:  # it was cancelled
+        if not job.open_choices:  # it was cancelled
             return
         try:
             ids = future.result()
@@ -179,9 +179,9 @@ class Writer:
                 running = self._engine.add(call.only(), call.speculation)
                 self._answers[running] = Answer(self, job, place, call, running)
         except BaseException as error:  # noqa: BLE001  # as above
-            logger.debug("a request failed:\n%s", places(error))
+            logger.debug("a request failed:\n%s", trace_of(error))
             self._leave(job)
-            self._say(job, Piece(choice=0, error=error))
+            self._send(job, Piece(choice=0, error=error))
 
     def _ids(self, choice: Choice) -> Tensor:
         """A prompt's ids, [1, P]. Raises InvalidPrompt, and Refused if they are too many."""
@@ -198,13 +198,13 @@ class Writer:
     def _call(self, ids: Tensor, choice: Choice) -> Request:
         """Make the Request for an answer, which ends at the model's last position."""
         max_tokens = min(choice.options["max_new_tokens"], self.room - ids.shape[1])
-        options = self._asked(choice) | {"max_new_tokens": max_tokens}
+        options = self._options_of(choice) | {"max_new_tokens": max_tokens}
         if stops := options.pop("stop_strings", None):  # the prompt may hold them
             criterion, start = stop_strings(self._speculator.tokenizer, stops), ids.shape[1]
             options["stopping_criteria"] = [lambda row, scores: criterion(row[:, start:], scores)]
         return self._speculator.call(ids, options)
 
-    def _asked(self, choice: Choice) -> GenerateOptions:
+    def _options_of(self, choice: Choice) -> GenerateOptions:
         if not choice.must_call or self.tool_format is None:
             return choice.options
         return {**choice.options, "grammar": self.tool_format.grammar(choice.tools)}
@@ -212,16 +212,16 @@ class Writer:
     def _leave(self, job: Job) -> None:
         for answer in [answer for answer in self._answers.values() if answer.job is job]:
             answer.running.close()
-            self._done(answer)
+            self._remove(answer)
         with self._lock:
-            self.open -= job.left
-        job.left = 0
+            self.open_choices -= job.open_choices
+        job.open_choices = 0
 
-    def _done(self, answer: Answer) -> None:
+    def _remove(self, answer: Answer) -> None:
         if self._answers.pop(answer.running, None) is not None:
-            answer.job.left -= 1
+            answer.job.open_choices -= 1
             with self._lock:
-                self.open -= 1
+                self.open_choices -= 1
 
 
 # --- from the rounds of an answer to pieces for its client
@@ -237,7 +237,7 @@ class Piece:
     text: str = ""
     logprobs: Sequence[Json] = ()  # in the format of chats, if requested
     offsets: Sequence[int] = ()  # where the text of each new token begins in the answer
-    told: Sequence[Json] | None = None  # who gave the tokens, by round, if requested
+    rounds: Sequence[Json] | None = None  # who gave the tokens, by round, if requested
     error: BaseException | None = None  # then there is nothing else
     stats: GenerationStats | None = None  # of the choice, still counting
     # with the last piece
@@ -250,12 +250,12 @@ class Job:
     """The choices of a request, and the function that gets their pieces, on the writer's thread."""
 
     choices: Sequence[Choice]
-    wrote: Callable[[Piece], object]
+    on_piece: Callable[[Piece], object]
     n: int = 1  # consecutive choices per prompt
     size: int = 0  # bytes of the request
     prompt_tokens: int = 0  # known before the first piece
-    left: int = 0  # choices that are not complete
-    came_s: float = field(default_factory=time.perf_counter)
+    open_choices: int = 0  # choices that are not complete
+    arrival_s: float = field(default_factory=time.perf_counter)
 
 
 class Answer:
@@ -291,7 +291,7 @@ class Answer:
         if running.ended:
             rest = self._decoder.push([], last=True)
             if self._explanation is not None:
-                self._explanation.rest(rest)
+                self._explanation.add_rest(rest)
             text += self._stops.push(rest, last=True)
         content, calls = text, list[Json]()
         if self._calls is not None:
@@ -304,18 +304,18 @@ class Answer:
             choice=self.place,
             text=content,
             logprobs=[
-                self._likely(record.token, record.logprob)
-                | {"top_logprobs": [self._likely(*pair) for pair in record.top]}
+                self._logprob_entry(record.token, record.logprob)
+                | {"top_logprobs": [self._logprob_entry(*pair) for pair in record.top]}
                 for record in running.logprobs[begin:end]
             ],
             offsets=self._offsets[begin:end],
-            told=None if explanation is None else explanation.shown(text, last=running.ended),
+            rounds=None if explanation is None else explanation.take(text, last=running.ended),
             stats=running.stats,
         )
         if not running.ended:
             return piece
         # a time limit counts as length, and so does the model's last position
-        late = time.perf_counter() - self.job.came_s >= self._choice.options["max_time"]
+        late = time.perf_counter() - self.job.arrival_s >= self._choice.options["max_time"]
         ended = running.stats.stop_reason in (("eos",) if late else ("eos", "stop"))
         complete = ended or self._stops.has_stopped  # a stop may be a special token, without text
         finish = ("tool_calls" if calls else "stop") if complete else "length"
@@ -332,7 +332,7 @@ class Answer:
             self._explanation.add(entry, texts)
         return "".join(map(self._stops.push, texts))
 
-    def _likely(self, token: int, logprob: float) -> Json:
+    def _logprob_entry(self, token: int, logprob: float) -> Json:
         """A part of a character has no bytes here: a tokenizer only gives text."""
         text = self._texts.of(token)
         utf8 = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
@@ -347,8 +347,8 @@ class Explanation:
 
     def __init__(self, texts: TokenTexts, cost: DraftCost) -> None:
         self._texts, self._cost = texts, cost
-        self._waiting: list[Json] = []  # rounds with text that is not shown yet
-        self._shown = 0  # characters of these that are shown
+        self._waiting_rounds: list[Json] = []  # rounds with text that is not shown yet
+        self._num_shown = 0  # characters of these that are shown
 
     def add(self, entry: Round, texts: Sequence[str]) -> None:
         """A round; `texts` of its tokens join to the answer."""
@@ -368,25 +368,25 @@ class Explanation:
             for text, giver in zip(texts, entry.givers, strict=True)
         ]
         record = {"tokens": tokens, "drafts": drafts, "steps": round(cost, 4), "ended": entry.ended}
-        self._waiting.append(record)
+        self._waiting_rounds.append(record)
 
-    def rest(self, text: str) -> None:
+    def add_rest(self, text: str) -> None:
         """Add the rest of an incomplete last character to the last token."""
         if text:
-            self._waiting[-1]["tokens"][-1]["text"] += text
+            self._waiting_rounds[-1]["tokens"][-1]["text"] += text
 
-    def shown(self, text: str, *, last: bool = False) -> list[Json]:
+    def take(self, text: str, *, last: bool = False) -> list[Json]:
         """The rounds that are complete now that `text` is shown; `last`: no more will be."""
-        self._shown += len(text)
+        self._num_shown += len(text)
         records = []
-        while self._waiting:
-            record = self._waiting[0]
-            if not last and sum(len(token["text"]) for token in record["tokens"]) > self._shown:
+        while self._waiting_rounds:
+            record = self._waiting_rounds[0]
+            if not last and sum(len(token["text"]) for token in record["tokens"]) > self._num_shown:
                 break
-            records.append(self._waiting.pop(0))
+            records.append(self._waiting_rounds.pop(0))
             for token in record["tokens"]:
-                token["text"] = token["text"][: self._shown]
-                self._shown -= len(token["text"])
+                token["text"] = token["text"][: self._num_shown]
+                self._num_shown -= len(token["text"])
         return records
 
 
@@ -464,7 +464,7 @@ class Calls:
         self._form, self._names = form, [tool["function"]["name"] for tool in tools]
         self._most = most  # calls to return
         self._text = ""
-        self._given = 0
+        self._sent_length = 0
 
     def push(self, text: str) -> str:
         self._text += text
@@ -474,8 +474,8 @@ class Calls:
             end = index if index >= 0 else len(self._text) - overlap_length(self._text, mark)
         else:
             end = 0 if not content or content.startswith("{") else len(self._text)
-        piece = self._text[self._given : end]
-        self._given += len(piece)
+        piece = self._text[self._sent_length : end]
+        self._sent_length += len(piece)
         return piece
 
     def end(self) -> tuple[str, list[Json]]:
@@ -485,7 +485,7 @@ class Calls:
         except (InvalidData, LookupError, TypeError, ValueError, RecursionError):
             pairs = []
         if not pairs:
-            return self._text[self._given :], []
+            return self._text[self._sent_length :], []
         tail = "".join(text for _, text in pairs)
         return tail if tail.strip() else "", [call for call, _ in pairs[: self._most]]
 
@@ -551,7 +551,7 @@ class Metrics:
         counter = self._counters[name]
         (counter.labels(*label) if label else counter).inc(by)
 
-    def wrote(self, answer: Answer) -> None:
+    def count_rounds(self, answer: Answer) -> None:
         """Count the rounds of an answer that have not been taken yet."""
         running = answer.running
         for entry in running.fresh:
@@ -570,17 +570,17 @@ class Metrics:
         if any(entry.tokens for entry in running.fresh):
             now = time.perf_counter()
             if answer.newest_s is None:
-                self._histograms["time_to_first_token_seconds"].observe(now - answer.job.came_s)
+                self._histograms["time_to_first_token_seconds"].observe(now - answer.job.arrival_s)
             else:
                 self._histograms["inter_token_latency_seconds"].observe(now - answer.newest_s)
             answer.newest_s = now
 
-    def finished(self, answer: Answer, reason: str) -> None:
+    def count_answer(self, answer: Answer, reason: str) -> None:
         self.count("request_success", reason)
-        seconds = time.perf_counter() - answer.job.came_s
+        seconds = time.perf_counter() - answer.job.arrival_s
         self._histograms["e2e_request_latency_seconds"].observe(seconds)
 
-    def show(self, *values: float) -> None:
+    def set_gauges(self, *values: float) -> None:
         """Set all gauges, in their order. Thread-safe."""
         for gauge, value in zip(self._gauges, values, strict=True):
             gauge.set(value)

@@ -17,7 +17,7 @@ import psutil
 from selfspec.api import chat_template
 from selfspec.api.speculator import Speculator
 from selfspec.serve.app import make_app
-from selfspec.serve.gate import Server, bound
+from selfspec.serve.gate import Server, bind_socket
 from selfspec.serve.options import Keys, ServeOptions
 from selfspec.serve.writer import Writer
 
@@ -49,7 +49,7 @@ class Running(NamedTuple):
         return HTTP.post(f"{self.address}{path}", content=content, headers={**JSON, **headers})
 
     def idle(self) -> bool:
-        return self.writer.open == 0
+        return self.writer.open_choices == 0
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def running(speculator: Speculator, keys: tuple[str, ...] = (), **given: Any) ->
         addresses.append(url)
         ready.set()
 
-    with bound(options) as sock:
+    with bind_socket(options) as sock:
         server = Server(app, options, listens)
         thread = threading.Thread(target=lambda: server.run(sockets=[sock]))
         thread.start()
@@ -152,7 +152,7 @@ class Level:
         compared with the first. Hypothesis, in this process, keeps its draws in memory.
         """
         wait_until(self._server.idle)
-        wait_until(lambda: self._server.writer.look().result(20).used == 0)
+        wait_until(lambda: self._server.writer.update_gauges().result(20).used == 0)
         files, threads = self._held
         wait_until(lambda: self._counts()[0] <= files + own_files)
         wait_until(lambda: self._counts()[1] <= threads)
@@ -170,5 +170,5 @@ class Level:
 
     def _memory(self) -> int:
         """Resident memory without the prefix cache, which has a budget of its own."""
-        kept = self._server.writer.look().result(20).kept
+        kept = self._server.writer.update_gauges().result(20).kept
         return int(psutil.Process().memory_info().rss) - kept

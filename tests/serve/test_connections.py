@@ -108,8 +108,8 @@ def test_clients_gone_before_the_first_token_are_cancelled(tiny: Speculator) -> 
         for stream in (True, False):
             with closing(connected(small)) as client:
                 client.sendall(request({**live.LONG, "stream": stream}))
-                wait_until(lambda: small.writer.open == 2)
-            while small.writer.open > 1:  # it is dropped before its turn
+                wait_until(lambda: small.writer.open_choices == 2)
+            while small.writer.open_choices > 1:  # it is dropped before its turn
                 next(lines)
 
 
@@ -201,12 +201,12 @@ def test_tokenizing_a_long_prompt_blocks_nobody(
         assert calls == ["slow"]  # one at a time: long prompts take much memory
         assert b"request_cancelled_total 0.0" in writer.metrics.text()
         writer.cancel(gone)
-        wait_until(lambda: writer.open == 5)
+        wait_until(lambda: writer.open_choices == 5)
         assert b"request_cancelled_total 1.0" in writer.metrics.text()
         goes_on.set()
         for pieces in (first, *rest):
             text(pieces)
-    wait_until(lambda: writer.open == 0)
+    wait_until(lambda: writer.open_choices == 0)
     assert silent.empty()
 
 
@@ -253,8 +253,8 @@ def test_an_error_of_one_text_ends_only_that_text(
         if stage != "wrote":
             pieces = iter(lambda: feed.get(timeout=30), ENDED)
             assert any(type(piece.error) is kind for piece in pieces)
-        wait_until(lambda: job.left == 0)
+        wait_until(lambda: job.open_choices == 0)
         assert text(other) == expected
     assert writer.alive
-    wait_until(lambda: writer.open == 0)
+    wait_until(lambda: writer.open_choices == 0)
     assert text(submitted(writer, [1, 2, 3])[1]) == expected

@@ -163,19 +163,19 @@ def test_no_text_is_logged_by_default_at_any_level(
 
         for place in (
             "selfspec.api.speculator.Speculator.call",  # where a request enters
-            "selfspec.serve.app.Reply.whole",  # where it leaves
+            "selfspec.serve.app.Reply.completion",  # where it leaves
             "selfspec.serve.writer.Answer.piece",  # on the writer's thread
         ):
             with monkeypatch.context() as patch:
                 patch.setattr(place, fails)
                 assert server.post(ASK).status_code == 500
         with monkeypatch.context() as patch:
-            patch.setattr("selfspec.serve.app.Reply._told", fails)  # in mid-stream
+            patch.setattr("selfspec.serve.app.Reply._choices_of", fails)  # in mid-stream
             with pytest.raises(httpx.RemoteProtocolError):
                 server.post({**ASK, "stream": True})
         headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
         assert server.post(ASK, **headers).status_code == 200
-        assert server.writer.open == 0
+        assert server.writer.open_choices == 0
     output = log.text + "".join(capfd.readouterr())
     assert SECRET not in output
     assert "WebSocket" not in output

@@ -168,7 +168,7 @@ def test_stop_ends_the_work_of_the_server(page: Page, server: Running, way: str)
     page.locator("#seed").fill("1")
     ask(page, tokens=4000)
     expect(page.locator(".text .piece").first).to_be_visible()
-    assert server.writer.open == 1
+    assert server.writer.open_choices == 1
     if way == "Escape":
         page.keyboard.press(way)
     else:

@@ -23,7 +23,7 @@ from selfspec.api.speculator import Speculator
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.concurrency import Load
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.protocol import ChatBody, Refused, TextBody, of_error, of_validation
+from selfspec.serve.protocol import ChatBody, Refused, TextBody, invalid_body, refusal_of
 from tests.serve.live import CHAT, JSON, TEXT, Running, answers, running, streaming, wait_until
 from tests.test_readme import fenced
 
@@ -237,7 +237,7 @@ def test_validation_of_a_million_errors_stops_early() -> None:
         with pytest.raises(pydantic.ValidationError) as error:
             kind.model_validate(body)
         assert error.value.error_count() < 10
-        assert str(of_validation(error.value)).startswith(start)
+        assert str(invalid_body(error.value)).startswith(start)
 
 
 def test_a_slowly_read_body_blocks_nobody(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_a_slowly_read_body_blocks_nobody(small: Running, monkeypatch: pytest.Mo
 
 
 def test_an_unavailable_drafter_is_the_requests_fault() -> None:
-    error = of_error(HeadsNotFound("drafter exit needs exit heads"))
+    error = refusal_of(HeadsNotFound("drafter exit needs exit heads"))
     assert (error.status, error.field) == (400, "speculation.drafter")
 
 
@@ -345,7 +345,7 @@ def test_the_queue_is_bounded(default: Speculator) -> None:
     with running(default, concurrency=1, queue=1) as small, ThreadPoolExecutor(1) as pool:
         with streaming(small):
             second = pool.submit(small.post, BODY)
-            wait_until(lambda: small.writer.open == 2)
+            wait_until(lambda: small.writer.open_choices == 2)
             third = small.post(BODY)
             assert third.status_code == 429
             assert third.headers["retry-after"] == "1"

@@ -321,14 +321,14 @@ def entry(tokens: list[int], drafts: list[int], kept: list[int], **more: Any) ->
 def test_a_round_waits_for_its_text_and_a_stop_cuts_it() -> None:
     report = Explanation(TokenTexts(None), DraftCost(rows=(0.5, 0.25), head=0.125, num_layers=4))
     report.add(entry([1], [], [], prefill=True), ["on"])
-    assert [part["steps"] for part in report.shown("on")] == [0]
+    assert [part["steps"] for part in report.take("on")] == [0]
     report.add(
         entry([2, 3, 4], [2, 3, 9], [0, 1], exit_layers=[2, 1, 0], heads=4), ["e E", "N", "D!"]
     )
-    assert report.shown("e ") == []  # END may begin here
+    assert report.take("e ") == []  # END may begin here
     report.add(entry([5], [7, 8], [], parents=[-1, -1], sources=["ngram"] * 2), ["?"])
-    report.rest("!")
-    first, second = report.shown("", last=True)
+    report.add_rest("!")
+    first, second = report.take("", last=True)
     assert [token["text"] for token in first["tokens"]] == ["e ", "", ""]
     assert [token["layer"] for token in first["tokens"]] == [2, 1, None]
     drafts = [(draft["text"], draft["parent"], draft["accepted"]) for draft in first["drafts"]]
