@@ -248,16 +248,16 @@ class Gain(NamedTuple):
 
     tokens: int
     drafted: int  # how many of the tokens were drafts that were kept
-    times: float
+    speed_up: float
     """Speed-up over plain decoding, by costs. Rounded to one digit, as it is shown, so that the
     words fit the number beside them."""
 
     @property
     def headline(self) -> str:
-        rate = f"{self.times:.1f}× plain decoding"
+        rate = f"{self.speed_up:.1f}× plain decoding"
         if not self.drafted:
             text = "No draft was kept: each token took a pass of the whole model"
-            return f"{text}, {rate}" if self.times < 1 else text
+            return f"{text}, {rate}" if self.speed_up < 1 else text
         share = f"{self.drafted / self.tokens:.0%}".replace("%", " %")
         verdict = f", which {self.verdict}:" if self.verdict else ","
         return f"{share} of this answer came as drafts{verdict} {rate}"
@@ -265,9 +265,9 @@ class Gain(NamedTuple):
     @property
     def verdict(self) -> str:
         """What drafts did without a gain; empty if they gained, or gave and cost nothing."""
-        if self.times > 1 or (self.times == 1 and not self.drafted):
+        if self.speed_up > 1 or (self.speed_up == 1 and not self.drafted):
             return ""
-        return "cost more than they gave" if self.times < 1 else "cost what they gave"
+        return "cost more than they gave" if self.speed_up < 1 else "cost what they gave"
 
 
 def gain(trace: LayerTrace) -> Gain:
@@ -279,13 +279,13 @@ def givers(trace: LayerTrace) -> list[Giver]:
     return [giver for entry in trace.rounds for giver in entry.givers]
 
 
-def ranked(found: Sequence[Giver]) -> list[tuple[Giver, int]]:
+def source_counts(sources: Sequence[Giver]) -> list[tuple[Giver, int]]:
     """Sources and the tokens of each: the model first, then prompt lookup, then heads by layer."""
     order = {source: place for place, source in enumerate(SOURCES)}
-    return sorted(Counter(found).items(), key=lambda pair: (order[pair[0].source], pair[0].layer))
+    return sorted(Counter(sources).items(), key=lambda pair: (order[pair[0].source], pair[0].layer))
 
 
-def rejected(entry: Round) -> list[tuple[int, list[int]]]:
+def rejections(entry: Round) -> list[tuple[int, list[int]]]:
     """Rejected drafts as branches, in which each draft follows the one before it.
 
     Each branch comes with the index in `entry.tokens` of the token in the place where it begins.

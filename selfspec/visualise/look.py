@@ -49,7 +49,7 @@ def inspect(
     lenses, backbone = _lenses(speculator, all_layers=all_layers), speculator.backbone
     stream = speculator.stream(prompt, **options)
     prompt_ids = stream.request.input_ids[0, stream.request.pads[0] :]
-    settings = _resolved(speculator, stream.request.speculation)
+    settings = _resolve_options(speculator, stream.request.speculation)
     lossless = stream.drain().stats.lossless
     taus = each_layer(settings.exit.thresholds, settings.exit.layers or ())
     # thresholds are tuned for their own layers: others have the built-in one
@@ -73,7 +73,7 @@ def inspect(
             thresholds=tuple(thresholds.values()),
             options=settings,
             lossless=lossless,
-            prompt=_words(prompt, prompt_ids, texts),
+            prompt=_prompt_text(prompt, prompt_ids, texts),
             prompt_texts=tuple(texts.pieces(prompt_ids.tolist())),
         ),
         places=tuple(_places(backbone, reader, prompt_ids, records)),
@@ -99,7 +99,7 @@ def _lenses(speculator: Speculator, *, all_layers: bool) -> dict[int, Lens]:
     return dict(sorted(lenses.items()))
 
 
-def _resolved(speculator: Speculator, options: SpeculationOptions) -> SpeculationOptions:
+def _resolve_options(speculator: Speculator, options: SpeculationOptions) -> SpeculationOptions:
     """The options that were used with this model and heads, or would be used if heads drafted."""
     heads = speculator.heads
     drafter = options.drafter if options.speculate else "none"
@@ -120,30 +120,30 @@ def _resolved(speculator: Speculator, options: SpeculationOptions) -> Speculatio
 
 @torch.no_grad()
 def _places(
-    backbone: Backbone, reader: Reader, asked: Tensor, came: Sequence[tuple[dict[str, Any], int]]
+    backbone: Backbone, reader: Reader, prompt: Tensor, pairs: Sequence[tuple[dict[str, Any], int]]
 ) -> Iterator[Place]:
-    """The tokens `came` after the prompt `asked` [P], with predictions from one pass over both."""
-    answer = [fields["token"] for fields, _ in came]
-    ids = torch.cat([asked, asked.new_tensor(answer)])[None]
+    """The tokens of `pairs` after `prompt` [P], with predictions from one pass over both."""
+    answer = [fields["token"] for fields, _ in pairs]
+    ids = torch.cat([prompt, prompt.new_tensor(answer)])[None]
     predicts = torch.zeros_like(ids, dtype=torch.bool)
-    predicts[:, len(asked) - 1 : -1] = True
+    predicts[:, len(prompt) - 1 : -1] = True
     lenses, last = reader.lenses, backbone.num_layers
     deep = any(lens.head.reads_deep for lens in lenses.values())
     spec = FeatureSpec((*lenses, last), deep=deep, states=reader.states)
     states = features(backbone, spec, Batch(ids, predicts, predicts))
-    exits, counts = [fields["exit_layer"] for fields, _ in came], [drafts for _, drafts in came]
-    feats = chained(lenses, states.hidden, states.deep, exits, counts)
+    exits, counts = [fields["exit_layer"] for fields, _ in pairs], [drafts for _, drafts in pairs]
+    feats = chained_features(lenses, states.hidden, states.deep, exits, counts)
     texts = iter(reader.texts.pieces(answer))
     for rows in torch.arange(len(answer)).split(LOGIT_ROWS):
         target_logits = backbone.logits(states.hidden[last][rows])
         final = reader.likeliest(target_logits.log_softmax(-1))
         tokens = states.following[rows]
-        preds = [reader.said(layer, feats[layer][rows], target_logits, tokens) for layer in lenses]
+        preds = [reader.read(layer, feats[layer][rows], target_logits, tokens) for layer in lenses]
         for index, best, layers in zip(rows.tolist(), final, zip(*preds, strict=True), strict=True):
             yield Place(
                 index=index,
                 text=next(texts),
-                **came[index][0],
+                **pairs[index][0],
                 **{f"final_{name}": values for name, values in best.items()},
                 layers=layers,
             )
@@ -173,7 +173,7 @@ def provenance(
         index.extend(entry.tokens)
 
 
-def _words(prompt: Prompt, prompt_ids: Tensor, texts: TokenTexts) -> str:
+def _prompt_text(prompt: Prompt, prompt_ids: Tensor, texts: TokenTexts) -> str:
     """The prompt for people: its text, its last message, or the text of all its tokens."""
     if isinstance(prompt, str):
         return prompt
@@ -201,7 +201,7 @@ class Reader(NamedTuple):
     texts: TokenTexts
     states: tuple[int, ...] = ()  # layers of the previous token that heads read
 
-    def said(
+    def read(
         self, layer: int, features: Tensor, target_logits: Tensor, tokens: Tensor
     ) -> list[LayerSays]:
         """Predictions of `layer` at places with final `tokens` [R] and target logits [R, V]."""
@@ -252,22 +252,22 @@ def ranks(logits: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(token_logits[:, 0].isneginf(), 0, better + 1)
 
 
-def chained(
+def chained_features(
     lenses: Mapping[int, Lens],
     hidden: Mapping[int, Tensor],
     deep: Tensor | None,
     exits: Sequence[Any],
-    behind: Sequence[int],
+    counts: Sequence[int],
 ) -> dict[int, Tensor]:
     """Features [N, d] of each layer, read from `hidden` [N, d] by layer and `deep`.
 
-    `behind[n]`: drafts of exit heads directly before place n in its round. If there are any, heads
+    `counts[n]`: drafts of exit heads directly before place n in its round. If there are any, heads
     read no deep state, as in decoding, but the features of the last draft, of `exits[n - 1]`.
     """
     feats = {layer: torch.empty_like(hidden[layer]) for layer in lenses}
     deep_states = None if deep is None else deep.clone()
-    for drafts in sorted(set(behind)):
-        rows = torch.tensor([n for n, count in enumerate(behind) if count == drafts])
+    for drafts in sorted(set(counts)):
+        rows = torch.tensor([n for n, count in enumerate(counts) if count == drafts])
         if deep_states is not None and drafts > 0:
             for row in rows.tolist():
                 feature = feats[exits[row - 1]][row - 1]

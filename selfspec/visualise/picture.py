@@ -18,7 +18,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from selfspec import files, pages
-from selfspec.visualise.layers import LayerTrace, gain, givers, ranked, readable
+from selfspec.visualise.layers import LayerTrace, gain, givers, readable, source_counts
 
 CARD = (1200, 675)  # pixels
 
@@ -48,7 +48,7 @@ def save_card(trace: LayerTrace, path: Path) -> None:
     with mpl.rc_context({"font.family": families(_WORDS), "text.hinting": "none"}):
         sheet = _Sheet()
         sheet.box(0, 0, 340, height, pages.TONES["quiet"].light)
-        factor = f"{draft_gain.times:.1f}×"
+        factor = f"{draft_gain.speed_up:.1f}×"
         sheet.write(factor, 40, 206, 104 if len(factor) < 5 else 80, weight="bold")
         for number, text in enumerate(("as fast as", "plain decoding")):
             sheet.write(text, 46, 262 + 38 * number, 27)
@@ -58,12 +58,12 @@ def save_card(trace: LayerTrace, path: Path) -> None:
             sheet.write(f"drafts {draft_gain.verdict}", 46, 374, 16, color=_DIM)
         sheet.write("selfspec", 46, height - 60, 26, weight="bold")
         name = drawable(readable(trace.info.base_model))
-        sheet.write(fitting(name, 34), 46, height - 34, 14, color=_DIM)
+        sheet.write(cut_text(name, 34), 46, height - 34, 14, color=_DIM)
         top, question = 40, _question(trace.info.prompt)
         for number, text in enumerate(question):
             sheet.write(text, left, top + 20 + 28 * number, 20, color=_DIM)
         top += 28 * len(question) + 20 * bool(question)
-        size, lines = _fitting(trace, width - left - 48, height - 74 - top)
+        size, lines = _fit_answer(trace, width - left - 48, height - 74 - top)
         for number, line in enumerate(lines):
             sheet.line(line, left, top + number * _LEADING * size + size, size)
         sheet.legend(trace, left, height - 34, 16)
@@ -74,14 +74,14 @@ def save_card(trace: LayerTrace, path: Path) -> None:
 def _question(prompt: str) -> list[str]:
     text = Text(" ".join(drawable(readable(prompt)).split()))
     first, *rest = (line.plain.rstrip() for line in text.wrap(_console(_ASKED), _ASKED))
-    return [line for line in (first, fitting(" ".join(rest), _ASKED)) if line]
+    return [line for line in (first, cut_text(" ".join(rest), _ASKED)) if line]
 
 
 def _console(columns: int) -> Console:
     return Console(width=columns, file=io.StringIO(), _environ={})
 
 
-def _fitting(trace: LayerTrace, room: float, height: float) -> tuple[int, list[list[Segment]]]:
+def _fit_answer(trace: LayerTrace, room: float, height: float) -> tuple[int, list[list[Segment]]]:
     """The font size and the lines of the answer that fit; code is not wrapped if that can be."""
     answer = Text()
     for text, giver in zip(trace.answer, givers(trace), strict=True):
@@ -115,10 +115,10 @@ class _Sheet:
         self._axes.text(left, base, text, fontsize=size, **look)
 
     def box(
-        self, left: float, top: float, wide: float, high: float, colour: str, alpha: float = 1.0
+        self, left: float, top: float, width: float, height: float, colour: str, alpha: float = 1.0
     ) -> None:
         look: dict[str, Any] = {"edgecolor": "none", "facecolor": colour, "alpha": alpha}
-        self._axes.add_patch(Rectangle((left, top), wide, high, **look))
+        self._axes.add_patch(Rectangle((left, top), width, height, **look))
 
     def line(self, line: list[Segment], left: float, base: float, size: float) -> None:
         """Draw a line of the answer; each draft is underlined, on the colour of its source."""
@@ -134,7 +134,7 @@ class _Sheet:
             left += width
 
     def legend(self, trace: LayerTrace, left: float, base: float, size: float) -> None:
-        for giver, count in ranked(givers(trace)):
+        for giver, count in source_counts(givers(trace)):
             colour = giver.colour(trace.info.num_layers) or _OTHER
             self.box(left, base - 0.76 * size, 0.8 * size, 0.8 * size, colour)
             text = f"{giver.words} {count}"
@@ -161,7 +161,7 @@ def drawable(text: str) -> str:
     return "".join(c if c == "\n" or ord(c) in _glyphs() else f"U+{ord(c):04X}" for c in text)
 
 
-def fitting(text: str, columns: int) -> str:
+def cut_text(text: str, columns: int) -> str:
     """The text, cut to `columns`; Chinese characters and emoji take two."""
     if cell_len(text) <= columns:
         return text

@@ -20,7 +20,7 @@ from selfspec import pages
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.stats import EXIT, LOOKS, SOURCES, Giver, Round
 from selfspec.visualise import layers
-from selfspec.visualise.layers import LayerTrace, gain, givers, readable, rejected, visible
+from selfspec.visualise.layers import LayerTrace, gain, givers, readable, rejections, visible
 
 _SCRIPTS = tuple(f"{part}.js" for part in ("story", "readout", "answer", "map", "lanes", "main"))
 """Scripts of the page, joined in this order into one module."""
@@ -52,8 +52,8 @@ def page_data(trace: LayerTrace) -> dict[str, Any]:
     def tops(tokens: Sequence[int], texts: Sequence[str]) -> list[int]:
         return [words.setdefault(word, len(words)) for word in zip(tokens, texts, strict=True)]
 
-    counts = dict(layers.ranked(givers(trace)))
-    rejects = _rejected(trace)
+    counts = dict(layers.source_counts(givers(trace)))
+    rejects = _rejected_texts(trace)
     places = [
         {
             "word": words.setdefault((place.token, place.text), len(words)),
@@ -86,7 +86,7 @@ def page_data(trace: LayerTrace) -> dict[str, Any]:
         "in_use": list(info.taus),
         "prompt_texts": info.prompt_texts,
         "places": places,
-        "rounds": [(len(entry.tokens), *_took(entry, trace.cost)) for entry in trace.rounds],
+        "rounds": [(len(entry.tokens), *_round_times(entry, trace.cost)) for entry in trace.rounds],
         "givers": [
             {
                 "words": giver.words,
@@ -101,11 +101,11 @@ def page_data(trace: LayerTrace) -> dict[str, Any]:
     }
 
 
-def _rejected(trace: LayerTrace) -> defaultdict[int, list[dict[str, Any]]]:
+def _rejected_texts(trace: LayerTrace) -> defaultdict[int, list[dict[str, Any]]]:
     """Rejected drafts before each place: their texts, and the layer of the exit head, if any."""
     rejects, begin = defaultdict[int, list[dict[str, Any]]](list), 0
     for entry, texts in zip(trace.rounds, trace.draft_texts, strict=True):
-        for offset, branch in rejected(entry):
+        for offset, branch in rejections(entry):
             is_exit = entry.sources[branch[0]] == EXIT
             layer = entry.exit_layers[branch[0]] if is_exit else None
             text = "".join(texts[draft] for draft in branch)
@@ -114,7 +114,7 @@ def _rejected(trace: LayerTrace) -> defaultdict[int, list[dict[str, Any]]]:
     return rejects
 
 
-def _took(entry: Round, cost: DraftCost) -> tuple[float, float]:
+def _round_times(entry: Round, cost: DraftCost) -> tuple[float, float]:
     """Time of drafting and of verifying, in steps of plain decoding."""
     if entry.prefill:
         return 0.0, 0.0
@@ -146,10 +146,10 @@ def show(trace: LayerTrace, console: Console, *, rejected: bool = False) -> None
 class _Marks:
     def __init__(self, trace: LayerTrace, *, plain: bool, ascii_only: bool, rejected: bool) -> None:
         """`plain`: no colours and no strikethrough. `ascii_only`: no characters beyond ASCII."""
-        self._trace, self._rejected, self.ascii_only = trace, rejected, ascii_only
-        self._marked = plain or rejected
-        self._struck = ("[-", "-]") if plain else ("", "")
-        self._between = "|" if ascii_only else "·"
+        self._trace, self._has_rejected, self.ascii_only = trace, rejected, ascii_only
+        self._has_marks = plain or rejected
+        self._brackets = ("[-", "-]") if plain else ("", "")
+        self._separator = "|" if ascii_only else "·"
 
     def answer(self) -> Text:
         """All rounds: kept drafts, then rejected drafts, then verification's own token.
@@ -157,50 +157,50 @@ class _Marks:
         An end token is shown only with rejected drafts.
         """
         trace, text = self._trace, Text()
-        texts = iter([place.text for place in trace.places] if self._rejected else trace.answer)
+        texts = iter([place.text for place in trace.places] if self._has_rejected else trace.answer)
         for entry, drafts in zip(trace.rounds, trace.draft_texts, strict=True):
-            if self._rejected and not entry.prefill:
-                text.append(self._between, style="dim")
+            if self._has_rejected and not entry.prefill:
+                text.append(self._separator, style="dim")
             for giver in entry.givers[: entry.accepted]:
-                self._token(text, next(texts), giver)
-            for _, branch in rejected(entry) if self._rejected else ():
-                self._crossed(text, "".join(drafts[index] for index in branch))
+                self._append_token(text, next(texts), giver)
+            for _, branch in rejections(entry) if self._has_rejected else ():
+                self._append_rejected(text, "".join(drafts[index] for index in branch))
             for giver in entry.givers[entry.accepted :]:
-                self._token(text, next(texts), giver)
+                self._append_token(text, next(texts), giver)
         return text
 
     def legend(self) -> Iterator[Text]:
         kept = Counter(givers(self._trace))
         sources = [Giver(*origin) for entry in self._trace.rounds for origin in entry.origins]
-        for giver, count in layers.ranked(sources):
+        for giver, count in layers.source_counts(sources):
             line = Text()
-            self._token(line, giver.words, giver)
+            self._append_token(line, giver.words, giver)
             yield line.append(f": {kept[giver]} of {count} drafts kept")
-        if self._rejected:
+        if self._has_rejected:
             line = Text()
-            self._crossed(line, "token")
+            self._append_rejected(line, "token")
             line.append(": a draft that was rejected   ")
-            yield line.append(self._between, style="dim").append(": the next round")
+            yield line.append(self._separator, style="dim").append(": the next round")
 
-    def _token(self, to: Text, text: str, giver: Giver) -> None:
+    def _append_token(self, line: Text, text: str, giver: Giver) -> None:
         """Append a token with its colour and mark; line feeds come after the mark."""
-        output = self._shown(text, "⏎" if self._marked else "")
+        output = self._printable(text, "⏎" if self._has_marks else "")
         body = output.rstrip("\n")
         layer = str(giver.layer) if giver.source == EXIT else ""
-        mark = (SOURCES[giver.source].mark or layer) if self._marked and body else ""
+        mark = (SOURCES[giver.source].mark or layer) if self._has_marks and body else ""
         if mark:
             mark = f"^{mark}" if self.ascii_only else mark.translate(_SUPERSCRIPT)
         colour = giver.colour(self._trace.info.num_layers)
-        to.append(body + mark, f"bold {colour}" if colour else "default")
-        to.append(output[len(body) :])
+        line.append(body + mark, f"bold {colour}" if colour else "default")
+        line.append(output[len(body) :])
 
-    def _crossed(self, to: Text, text: str) -> None:
-        opening, closing = self._struck
-        output = self._shown(text, "⏎").replace("\n", "")
+    def _append_rejected(self, line: Text, text: str) -> None:
+        opening, closing = self._brackets
+        output = self._printable(text, "⏎").replace("\n", "")
         body = output.lstrip(" ")  # a struck space would join two words
-        to.append(" " * (len(output) - len(body)))
-        to.append(f"{opening}{body}{closing}", style=f"strike {pages.REJECTED}")
+        line.append(" " * (len(output) - len(body)))
+        line.append(f"{opening}{body}{closing}", style=f"strike {pages.REJECTED}")
 
-    def _shown(self, text: str, ends: str) -> str:
+    def _printable(self, text: str, ends: str) -> str:
         output = readable(text, ends)
         return output.encode("ascii", "backslashreplace").decode() if self.ascii_only else output

@@ -20,7 +20,7 @@ from selfspec import pages
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidData
 from selfspec.visualise import layers, picture
-from selfspec.visualise.layers import Gain, LayerTrace, gain, givers, rejected
+from selfspec.visualise.layers import Gain, LayerTrace, gain, givers, rejections
 from selfspec.visualise.views import page_data, render, show
 from tests import traces
 from tests.traces import INFO, TOKEN, entry, long_trace, small_trace, trace_of
@@ -136,7 +136,7 @@ def test_rejected_drafts_are_placed_where_they_began(
     parents: list[int] | None, kept: list[int], branches: list[tuple[int, list[int]]]
 ) -> None:
     step = entry(len(kept) + 1, [0] * 4, kept=kept, parents=parents)
-    assert rejected(step) == branches
+    assert rejections(step) == branches
     assert trace_of([step], ["a"] * 5, [("b",) * 4]).stats.accepted == len(kept)
 
 
@@ -247,7 +247,7 @@ def test_the_gain_follows_from_rounds_and_costs() -> None:
     # three rounds, and three drafts, which exited at layers 2, 4 and 4 of 6
     assert trace.cost.gain(trace.rounds) == pytest.approx(5 / (3 + 3 * 0.08 + 10 / 6))
     assert gain(long_trace(["a", "b"])).headline.startswith("No draft was kept")
-    words = [(giver.words, count) for giver, count in layers.ranked(givers(trace))]
+    words = [(giver.words, count) for giver, count in layers.source_counts(givers(trace))]
     assert words == [("the model", 4), ("exit layer 2", 1), ("exit layer 4", 1)]
 
 
@@ -257,15 +257,15 @@ def test_the_headline_states_the_gain() -> None:
         (1.0, ", which cost what they gave: 1.0× plain decoding"),
         (0.9, ", which cost more than they gave: 0.9× plain decoding"),
     ):
-        draft_gain = Gain(tokens=50, drafted=22, times=times)
+        draft_gain = Gain(tokens=50, drafted=22, speed_up=times)
         assert draft_gain.headline == f"44 % of this answer came as drafts{words}"
         end = ", 0.9× plain decoding" if times == 0.9 else "of the whole model"
         assert draft_gain._replace(drafted=0).headline.endswith(end)
-    assert draft_gain._replace(drafted=0, times=1.0).verdict == ""  # as where drafting is off
+    assert draft_gain._replace(drafted=0, speed_up=1.0).verdict == ""  # as where drafting is off
 
 
 def test_a_card_holds_any_text_silently(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    loss = Gain(tokens=50, drafted=22, times=0.8)
+    loss = Gain(tokens=50, drafted=22, speed_up=0.8)
     monkeypatch.setattr(picture, "gain", lambda *_: loss)
     odd = ["你好世界你好世界", "🎉", "", "\ufffd", "שלום", "\u0301"]
     odd += ["\x00", "$x^2$", "x" * 300, " ", "\n"]
@@ -300,7 +300,7 @@ def test_characters_without_a_glyph_are_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_wide_characters_count_twice() -> None:
     texts = {"abcdef": "abcdef", "abcdefg": "abcde…", "你好世界": "你好…", "": ""}
-    assert {text: picture.fitting(text, 6) for text in texts} == texts
+    assert {text: picture.cut_text(text, 6) for text in texts} == texts
 
 
 # The HTML page as text; test_page_browser opens it
@@ -331,7 +331,7 @@ def test_page_data_has_the_source_and_time_of_each_token() -> None:
     assert sorted(branches) == sorted(
         "".join(traces.text_of(step.draft_tokens[draft]) for draft in branch)
         for step in trace.rounds
-        for _, branch in rejected(step)
+        for _, branch in rejections(step)
     )
     steps = [sum(times) for _, *times in data["rounds"]]
     assert (len(places) - 1) / sum(steps) == pytest.approx(trace.cost.gain(trace.rounds), rel=1e-3)

@@ -13,7 +13,7 @@ from selfspec.heads.heads import ExitJudge, top_probability
 from selfspec.model.backbone import Backbone
 from selfspec.options import merged_over
 from selfspec.visualise.layers import LayerTrace
-from selfspec.visualise.look import Lens, Reader, chained, inspect, ranks
+from selfspec.visualise.look import Lens, Reader, chained_features, inspect, ranks
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model, random_ids
 from tests.skilled import KINDS, NEW_TOKENS, skilled
@@ -190,7 +190,7 @@ def test_features_after_drafts_come_from_the_layer_that_drafted(backbone: Backbo
     hidden = {layer: torch.randn(4, 32, generator=generator) for layer in lenses}
     deep = torch.randn(4, 32, generator=generator)
     with torch.no_grad():
-        features = chained(lenses, hidden, deep, [4, 2, None, None], [0, 1, 2, 0])
+        features = chained_features(lenses, hidden, deep, [4, 2, None, None], [0, 1, 2, 0])
         first = heads[4].features(hidden[4][:1], deep[:1])
         second = heads[2].features(hidden[2][1:2], first)
         third = heads[4].features(hidden[4][2:3], second)

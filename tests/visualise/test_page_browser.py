@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from selfspec.eval import report
-from selfspec.visualise.layers import LayerTrace, gain, rejected, visible
+from selfspec.visualise.layers import LayerTrace, gain, rejections, visible
 from selfspec.visualise.views import render
 from tests.browsers import (  # noqa: F401  # fixtures
     Browser,
@@ -81,7 +81,7 @@ def test_cells_have_the_right_frames_and_marks(page: Page, trace: LayerTrace) ->
     for place in trace.places:
         entry = trace.rounds[place.round]
         offset = place.index - sum(len(past.tokens) for past in trace.rounds[: place.round])
-        vain = {entry.exit_layers[branch[0]] for at, branch in rejected(entry) if at == offset}
+        vain = {entry.exit_layers[branch[0]] for at, branch in rejections(entry) if at == offset}
         for says in place.layers:
             classes = set(cell(page, trace, place.index, says.layer).get_attribute("class").split())
             expected = {"right" if says.top_tokens[0] == place.token else "other"}
