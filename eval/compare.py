@@ -36,7 +36,7 @@ from eval import lab
 from selfspec.api.speculator import Speculator
 from selfspec.errors import InvalidOption
 from selfspec.eval import report
-from selfspec.eval.bench import METHODS, Contender, Decode, Setting, Written, described, endless
+from selfspec.eval.bench import METHODS, Contender, Decode, Setting, Written, describe, endless
 from selfspec.eval.results import SIX_TASKS, Answer, BenchOptions, speed_up
 from selfspec.files import write
 from selfspec.hub.models import default_model_file
@@ -58,7 +58,7 @@ def rival(
     answer = ask({"ids": ids[0].tolist(), "count": count, **setting})
     if streamer is not None:
         arrivals = [(1, start + answer["first_s"]), (count - 1, start + answer["seconds"])]
-        streamer.heard += arrivals[:count]
+        streamer.events += arrivals[:count]
     return Written(answer["token_ids"])
 
 
@@ -146,7 +146,7 @@ def named_settings(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:
 def summed(answers: Sequence[Answer], ways: Sequence[Contender]) -> dict[str, Any]:
     """All figures of a bench; the passes of rivals cannot be counted from outside."""
     contenders = [replace(way, method=way.label, source=way.method) for way in ways]
-    summary = report.summarise(answers, described(contenders))
+    summary = report.summarise(answers, describe(contenders))
     outside = [way.label for way in ways if way.method in (LLAMA, OPENVINO, INT4)]
     for figures in (*summary[report.ALL].values(), *summary[report.WITHOUT_LOOPS].values()):
         for label in outside:

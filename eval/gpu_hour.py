@@ -334,7 +334,7 @@ def swept(hour: Hour, found: Found, name: str) -> None:
 
 def batches(hour: Hour, found: Found, name: str) -> None:
     speculator = hour.on(name)
-    ids, writers = hour.prompts(speculator)[0], {"plain": concurrency.ours(speculate=False)}
+    ids, writers = hour.prompts(speculator)[0], {"plain": concurrency.on_engine(speculate=False)}
     writers["Hugging Face, padded"] = concurrency.padded_batch
     with endless(speculator):
         for texts in TEXTS[: 2 if hour.tiny else None]:

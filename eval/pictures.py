@@ -266,7 +266,7 @@ def measured(name: str, speculator: Speculator, method: str, ids: Tensor, count:
     streamer, start = Arrivals(time.perf_counter), time.perf_counter()
     answer = METHODS[method].decode(speculator, ids, count, {}, streamer)
     text, at, pieces = TextDecoder(speculator.tokenizer), 0, []
-    for tokens, moment in streamer.heard:
+    for tokens, moment in streamer.events:
         piece = text.push(answer.token_ids[at : at + tokens])
         at += tokens
         pieces.append((piece, moment - start))

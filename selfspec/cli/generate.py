@@ -19,7 +19,7 @@ from selfspec.config import DEFAULT_MAX_NEW_TOKENS
 from selfspec.decoding.stats import MODEL, Giver, counted, rate
 from selfspec.errors import InvalidData, InvalidOption, SelfspecError, check_packages, shown
 from selfspec.eval.bench import METHODS
-from selfspec.eval.results import begun, first_divergence
+from selfspec.eval.results import first_divergence, resume
 from selfspec.hub.models import heads_name
 from selfspec.serve.options import VARIABLE, Keys, ServeOptions, is_loopback
 
@@ -114,7 +114,7 @@ def answer_all(args: base.Given, options: dict[str, Any], *, more: bool) -> str:
         inputs = {"prompts": prompts, **base.picked(args, SHARED), **options}
         mark = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
         record, read = _MADE_BY | {"asked": mark}, lambda line: (int(line["index"]), line)
-        lines: dict[int, Any] = dict(begun(partial, record, read, overwrite=overwrite))
+        lines: dict[int, Any] = dict(resume(partial, record, read, overwrite=overwrite))
         speculator = base.load(args)
         numbers = [number for number in range(len(prompts)) if number not in lines]
         seed, start, old_count = options.pop("seed", None), time.perf_counter(), _tokens(lines)

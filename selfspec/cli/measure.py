@@ -20,7 +20,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.stats import counted
 from selfspec.errors import InvalidOption, ModelNotFound, check_keys, check_packages
 from selfspec.eval import results
-from selfspec.eval.bench import METHODS, Bench, best_of, candidates, described, moved, split, swept
+from selfspec.eval.bench import METHODS, Bench, best_of, candidates, describe, split, sweeps, swept
 from selfspec.hub import models as hub
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def bench(*, as_json: base.AsJson = False, args: base.Given) -> None:
         base.emit(_concurrency(args, options, as_json=as_json))
         return
     check_keys(args.get("methods", ()), METHODS, "method")
-    sweep = {label: move for text in args.get("sweep", []) for label, move in moved(text).items()}
+    sweep = {label: move for text in args.get("sweep", []) for label, move in sweeps(text).items()}
     from selfspec.eval import report
 
     overwrite = args.get("overwrite", False)
@@ -228,7 +228,7 @@ def bench(*, as_json: base.AsJson = False, args: base.Given) -> None:
     speculator = base.load(costs | args, compared=True)
     names = args.get("methods", _METHODS if speculator.heads else _NO_HEADS)
     grid, moves = candidates(speculator, names), swept(speculator, sweep)
-    own_text = any(entry.own_text for entries in (*grid.values(), moves) for entry in entries)
+    own_text = any(entry.may_differ for entries in (*grid.values(), moves) for entry in entries)
     if options.quality or own_text:
         check_packages("the quality of texts", "sacrebleu", "rouge_score")
     contenders = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
@@ -243,7 +243,7 @@ def bench(*, as_json: base.AsJson = False, args: base.Given) -> None:
         methods = [*best_of(grid, tuning).values(), *moves]
         with base.bar("bench", "questions") as show:
             answers = runner.measure(questions[0], methods, folder / results.ANSWERS, show)
-        summary = report.summarise(answers, described(methods), options.seed)
+        summary = report.summarise(answers, describe(methods), options.seed)
         report.write_results(folder, summary)
     text = f"{report.verdict(summary)}\nTables: {folder / 'table.md'}\n{report.rates(summary)}\n"
     base.emit(json.dumps(summary) + "\n" if as_json else text)
@@ -307,9 +307,9 @@ def _concurrency(args: base.Given, options: results.BenchOptions, *, as_json: bo
     record = _record(args, names, options, speculator, (suite, []))
     summary: dict[str, Any] = {"made_by": "selfspec bench", **record, "texts": list(texts)}
     with files.locked(folder), base.bar("concurrency", "measurements") as show:
-        loads = results.begun(partial, summary, parse, overwrite=overwrite)
+        loads = results.resume(partial, summary, parse, overwrite=overwrite)
         show(len(loads), total)
-        for load in concurrency.measured(speculator, suite, texts, names, options, [*loads]):
+        for load in concurrency.measure_loads(speculator, suite, texts, names, options, [*loads]):
             files.append(partial, json.dumps(asdict(load)))
             loads.append(load)
             show(len(loads), total, f"{load.method}, {counted(load.texts, 'text')}")

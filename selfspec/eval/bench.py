@@ -312,27 +312,27 @@ METHODS = {
 # --- sweeps: `--sweep exit.threshold=0.1,0.3`
 
 
-def moved(said: str) -> dict[str, Setting]:
+def sweeps(text: str) -> dict[str, Setting]:
     """Parse a sweep `NAME=VALUE,VALUE,..` into settings by `NAME=VALUE`; `/` separates list items.
 
     NAME is an option (pinned_rows, acceptance), or a setting of one: exit.threshold, costs.row,
     acceptance.cm-asd.tolerance. A drafter's setting also chooses that drafter alone. Raises
     InvalidOption.
     """
-    name, equals, values = (piece.strip() for piece in said.partition("="))
+    name, equals, values = (piece.strip() for piece in text.partition("="))
     if not equals:
-        raise InvalidOption(f"sweep is {said!r}, expected NAME=VALUE,VALUE,..")
-    known = _known()
+        raise InvalidOption(f"sweep is {text!r}, expected NAME=VALUE,VALUE,..")
+    known = _sweep_options()
     check_keys([name], known, "option to sweep")
     option, prefix, hint = known[name]
-    typed_values = [typed(name, text.strip(), hint) for text in values.split(",")]
+    typed_values = [typed(name, value.strip(), hint) for value in values.split(",")]
     return {
         f"{name}={as_word(value)}": {option: prefix + as_word(value) if prefix else value}
         for value in typed_values
     }
 
 
-def _known() -> dict[str, tuple[str, str, Any]]:
+def _sweep_options() -> dict[str, tuple[str, str, Any]]:
     """By name of a sweep: the option, the prefix of the value in its text, the value's type."""
     hints = annotations_of(SpeculationOptions)
     sweeps = {
@@ -372,7 +372,7 @@ class Contender:
         return self.by(speculator, ids, count, self.setting, streamer)
 
     @property
-    def own_text(self) -> bool:
+    def may_differ(self) -> bool:
         """Whether its answers may differ from those of plain greedy decoding."""
         return self.lossy or bool(self.setting.get("do_sample"))
 
@@ -392,17 +392,17 @@ def candidates(speculator: Speculator, names: Sequence[str]) -> dict[str, list[C
     return grid
 
 
-def swept(speculator: Speculator, moves: Mapping[str, Setting]) -> list[Contender]:
+def swept(speculator: Speculator, settings: Mapping[str, Setting]) -> list[Contender]:
     """Speculation with some options changed; lenience samples. Raises as `candidates` does."""
     base = EXIT if speculator.options.uses("exit") else {}
     return [
         _contender(speculator, "speculation", {**base, **sampling, **setting}, label)
-        for label, setting in moves.items()
+        for label, setting in settings.items()
         for sampling in [_DRAWN if "lenient" in setting.get("acceptance", "") else {}]
     ]
 
 
-def described(methods: Sequence[Contender]) -> dict[str, dict[str, Any]]:
+def describe(methods: Sequence[Contender]) -> dict[str, dict[str, Any]]:
     """Methods by label, for the record: description, setting, and what it was chosen from."""
     names = ("method", "source", "setting", "lossy", "chosen_from")
     return {method.label: {name: getattr(method, name) for name in names} for method in methods}
@@ -445,12 +445,12 @@ class Bench:
         """Answers to all questions: those in the file at `path`, and new ones, appended to it."""
         results.drop_unfinished(path)
         answers = {answer.key: answer for answer in results.read(path)}
-        if any(not self._finished(question, answers) for question in questions):
+        if any(not self._is_done(question, answers) for question in questions):
             for contender in contenders:  # warms kernels and caches
                 self.run(contender, self._ids(_WARM_UP), [0] * _WARM_UP_TOKENS)
         for number, question in enumerate(questions):
             show(number, len(questions), question.id)
-            if not self._finished(question, answers):
+            if not self._is_done(question, answers):
                 for answer in self.answers(question, contenders, answers):
                     results.append(path, answer)
                     answers[answer.key] = answer
@@ -461,9 +461,9 @@ class Bench:
         self,
         question: Question,
         contenders: Sequence[Contender],
-        known: Mapping[tuple[str, int, int], Answer],
+        stored_answers: Mapping[tuple[str, int, int], Answer],
     ) -> Iterator[Answer]:
-        """Yield answers to all turns and repeats that are not `known`."""
+        """Yield answers to all turns and repeats that are not in `stored_answers`."""
         messages: list[dict[str, str]] = []
         limit = self.options.max_new_tokens
         for turn, text in enumerate(question.turns, start=1):
@@ -486,14 +486,14 @@ class Bench:
             )
             for repeat in range(1, self.options.repeats + 1):
                 answer = replace(answer, repeat=repeat)
-                if answer.key in known:
+                if answer.key in stored_answers:
                     continue
                 order = list(contenders)
                 random.Random(f"{self.options.seed} {answer.key}").shuffle(order)
                 runs = {entry.label: self.run(entry, ids, plain.token_ids) for entry in order}
                 if repeat == 1:
                     reference = question.reference if turn == len(question.turns) else None
-                    runs |= self._judged(runs, contenders, ids, plain, reference)
+                    runs |= self._judge(runs, contenders, ids, plain, reference)
                 yield replace(answer, runs=runs)
             messages.append({"role": "assistant", "content": plain.text})
 
@@ -506,18 +506,18 @@ class Bench:
                 written = contender.decode(self.speculator, ids, len(expected), streamer)
                 seconds = self.now() - start
         except Exception as error:  # noqa: BLE001  # a peer may fail in any way: others continue
-            return _failed(error)
+            return _failed_run(error)
         if len(written.token_ids) != len(expected):
             return Run(error=f"wrote {len(written.token_ids)} of {len(expected)} tokens")
         return Run(
             seconds=seconds,
-            arrivals=arrivals(streamer.heard, start, written),
+            arrivals=arrivals(streamer.events, start, written),
             equal=written.token_ids == expected,
             counts=_counts(written.stats) if written.stats else {},
             by_costs=written.estimate and written.estimate.speed_up,
         )
 
-    def _judged(
+    def _judge(
         self,
         runs: Mapping[str, Run],
         contenders: Sequence[Contender],
@@ -532,7 +532,7 @@ class Bench:
         nats = cache(lambda tokens: results.log_likelihood(speculator.model, ids, tokens))
         for entry in contenders:
             run = runs[entry.label]
-            if run.error is not None or not (entry.own_text or self.options.quality):
+            if run.error is not None or not (entry.may_differ or self.options.quality):
                 continue
             try:
                 with unchanged(speculator):
@@ -550,7 +550,7 @@ class Bench:
                 )
                 judged[entry.label] = replace(run, quality=quality)
             except Exception as error:  # noqa: BLE001  # as in `run`
-                judged[entry.label] = _failed(error)
+                judged[entry.label] = _failed_run(error)
         return judged
 
     def _ids(self, prompt: Prompt) -> Tensor:
@@ -558,14 +558,14 @@ class Bench:
 
         return encode(self.speculator.tokenizer, prompt).to(self.speculator.backbone.device)
 
-    def _finished(self, question: Question, answers: Mapping[tuple[str, int, int], Answer]) -> bool:
+    def _is_done(self, question: Question, answers: Mapping[tuple[str, int, int], Answer]) -> bool:
         """Whether all turns are answered, or an error says why they cannot be."""
         matches = [answer for answer in answers.values() if answer.id == question.id]
         complete = len(matches) == len(question.turns) * self.options.repeats
         return complete or any(answer.error for answer in matches)
 
 
-def _failed(error: Exception) -> Run:
+def _failed_run(error: Exception) -> Run:
     return Run(error=f"{type(error).__name__}: {first_line(error)}")
 
 
@@ -579,21 +579,19 @@ def best_of(
     winners = {}
     for name, entries in grid.items():
         labels = [entry.label for entry in entries] if len(entries) > 1 else []
-        best = (
-            _quickest(entries, [row.runs for row in tuning if row.runs]) if labels else entries[0]
-        )
+        best = _fastest(entries, [row.runs for row in tuning if row.runs]) if labels else entries[0]
         winners[name] = replace(best, label=name, chosen_from=labels)
     return winners
 
 
-def _quickest(entries: Sequence[Contender], answers: Sequence[Mapping[str, Run]]) -> Contender:
+def _fastest(entries: Sequence[Contender], answers: Sequence[Mapping[str, Run]]) -> Contender:
     """The fastest of those that failed least often, on the answers that they all wrote."""
 
-    def failed(entry: Contender) -> int:
+    def failures(entry: Contender) -> int:
         return sum(runs[entry.label].error is not None for runs in answers)
 
-    fewest = min(map(failed, entries))
-    steady = [entry for entry in entries if failed(entry) == fewest]
+    fewest = min(map(failures, entries))
+    steady = [entry for entry in entries if failures(entry) == fewest]
     shared = [runs for runs in answers if not any(runs[entry.label].error for entry in steady)]
     return min(steady, key=lambda entry: sum(runs[entry.label].seconds for runs in shared))
 
@@ -620,30 +618,30 @@ class Arrivals:
     """A streamer that records when tokens arrive."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self.heard: list[tuple[int, float]] = []  # tokens that came together, and when
-        self._now, self._prompt_came = now, False
+        self.events: list[tuple[int, float]] = []  # tokens that came together, and when
+        self._now, self._has_prompt = now, False
 
     def put(self, value: Tensor) -> None:
         """Hugging Face gives the prompt first, then tokens."""
-        if self._prompt_came:
-            self.heard.append((value.numel(), self._now()))
-        self._prompt_came = True
+        if self._has_prompt:
+            self.events.append((value.numel(), self._now()))
+        self._has_prompt = True
 
     def end(self) -> None:
         """Do nothing: no token is held back."""
 
 
 def arrivals(
-    heard: Sequence[tuple[int, float]], start: float, written: Written
+    events: Sequence[tuple[int, float]], start: float, written: Written
 ) -> list[tuple[int, float]]:
     """Count of tokens of each pass, with the seconds since the pass before."""
     if written.rounds:  # our runtime streams a round's tokens one by one
         sizes = [len(entry.tokens) for entry in written.rounds]
         ends = itertools.accumulate(sizes)
-        heard = [(size, heard[end - 1][1]) for size, end in zip(sizes, ends, strict=True)]
-    times = [start, *(moment for _, moment in heard)]
+        events = [(size, events[end - 1][1]) for size, end in zip(sizes, ends, strict=True)]
+    times = [start, *(moment for _, moment in events)]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return [(count, gap) for (count, _), gap in zip(heard, gaps, strict=True)]
+    return [(count, gap) for (count, _), gap in zip(events, gaps, strict=True)]
 
 
 def _counts(stats: GenerationStats) -> dict[str, dict[str, float]]:

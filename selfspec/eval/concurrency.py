@@ -61,7 +61,7 @@ Write = Callable[[Speculator, Sequence[Tensor], int, int], Wrote]
 """Answers prompts [1, P] with a number of tokens each, a number of texts at once."""
 
 
-def ours(**settings: Any) -> Write:
+def on_engine(**settings: Any) -> Write:
     """Write on our engine, which has all prompts from the start."""
 
     def write(speculator: Speculator, prompts: Sequence[Tensor], count: int, texts: int) -> Wrote:
@@ -105,7 +105,7 @@ def padded_batch(
         streamer = Arrivals(time.perf_counter)
         options = {"max_new_tokens": count, "do_sample": False, "attention_mask": mask}
         output = model.generate(ids, streamer=streamer, use_cache=True, **options)
-        times = [moment for _, moment in streamer.heard]
+        times = [moment for _, moment in streamer.events]
         rows = [_through_end(row, ends) for row in output[:, ids.shape[1] :].tolist()]
         answers += rows
         load.first_s += [times[0] - start] * len(group)
@@ -140,15 +140,15 @@ def continuous(speculator: Speculator, prompts: Sequence[Tensor], count: int, te
 
 
 METHODS: dict[str, Write] = {
-    "plain": ours(speculate=False),
-    "default": ours(),
+    "plain": on_engine(speculate=False),
+    "default": on_engine(),
     "hugging-face-padded": padded_batch,
     "hugging-face-continuous": continuous,
 }
 """Methods by name."""
 
 
-def measured(
+def measure_loads(
     speculator: Speculator,
     questions: Sequence[Question],
     texts: Sequence[int],

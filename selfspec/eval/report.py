@@ -106,10 +106,10 @@ def summarise(
         WITHOUT_LOOPS: by_task(straight, partial(_figures, methods=methods, seed=seed)),
         "latency": {label: _latency(runs) for label, runs in groups.items()},
         "acceptance": {
-            label: {f"by_{kind}": _kept(runs.counts, kind) for kind in ("layer", "index")}
+            label: {f"by_{kind}": _draft_counts(runs.counts, kind) for kind in ("layer", "index")}
             for label, runs in groups.items()
         },
-        "parts_s": {label: _summed(runs.counts, "seconds") for label, runs in groups.items()},
+        "parts_s": {label: _sums(runs.counts, "seconds") for label, runs in groups.items()},
         "unequal": {label: int((~runs.equal.astype(bool)).sum()) for label, runs in groups.items()},
         "quality": {
             label: by_task(runs, lambda group: results.quality_summary([*group.quality]))
@@ -140,14 +140,14 @@ def _figures(group: pd.DataFrame, methods: Iterable[str], seed: int) -> dict[str
     return by_label
 
 
-def _summed(counts: pd.Series, name: str) -> dict[str, float]:
+def _sums(counts: pd.Series, name: str) -> dict[str, float]:
     sums: dict[str, float] = pd.DataFrame([c.get(name, {}) for c in counts]).sum().to_dict()
     return sums
 
 
-def _kept(counts: pd.Series, kind: str) -> dict[str, list[int]]:
+def _draft_counts(counts: pd.Series, kind: str) -> dict[str, list[int]]:
     """Drafted and accepted tokens by exit layer or by draft index; keys are text, as in JSON."""
-    drafted, accepted = (_summed(counts, f"{word}_by_{kind}") for word in ("drafted", "accepted"))
+    drafted, accepted = (_sums(counts, f"{word}_by_{kind}") for word in ("drafted", "accepted"))
     return {key: [int(drafted[key]), int(accepted.get(key, 0))] for key in sorted(drafted, key=int)}
 
 
@@ -173,16 +173,16 @@ def bases(summary: Summary) -> list[str]:
     return [base for base in BASES if any(figures[f"over_{base}"] for figures in overall)]
 
 
-def _leading(summary: Summary) -> list[str]:
+def _main_labels(summary: Summary) -> list[str]:
     """Labels without those of sweeps, unless only sweeps and bases were measured."""
     labels = [label for label, entry in summary["methods"].items() if label == entry["method"]]
     return labels if {*labels} - {*BASES} else [*summary["methods"]]
 
 
 def gains_of(summary: Summary) -> tuple[str, dict[str, Mapping[str, float]]]:
-    """The first of `bases`, and the speed-ups over it by label, for labels of `_leading`."""
+    """The first of `bases`, and the speed-ups over it by label, for labels of `_main_labels`."""
     base, overall = [*bases(summary), ""][0], summary[ALL].get(results.OVERALL, {})
-    gains = {label: overall.get(label, {}).get(f"over_{base}") for label in _leading(summary)}
+    gains = {label: overall.get(label, {}).get(f"over_{base}") for label in _main_labels(summary)}
     return base, {label: gain for label, gain in gains.items() if gain}
 
 
@@ -192,7 +192,7 @@ def verdict(summary: Summary) -> str:
     gains = {
         label: gain
         for label, gain in all_gains.items()
-        if label not in BASES and not _lossy(summary, label)
+        if label not in BASES and not _is_lossy(summary, label)
         if not summary["methods"][label]["setting"].get("do_sample")
     }
     if not gains:
@@ -215,7 +215,7 @@ def rates(summary: Summary) -> str:
     names = {"hugging-face": "Hugging Face", "plain": "without drafts", "speculation": "selfspec"}
     speeds = {
         names.get(label, label): latency["tokens_per_s"]
-        for label in _leading(summary)
+        for label in _main_labels(summary)
         if (latency := summary["latency"][label])
     }
     return ", ".join(f"{name} {rate:.1f}" for name, rate in speeds.items()) + " tokens/s"
@@ -253,7 +253,7 @@ def figures(summary: Summary) -> pd.DataFrame:
     return pd.json_normalize(rows, sep="_")
 
 
-def _lossy(summary: Summary, label: str) -> bool:
+def _is_lossy(summary: Summary, label: str) -> bool:
     return bool(summary["methods"].get(label, {}).get("lossy", False))
 
 
@@ -273,7 +273,7 @@ def tables(summary: Summary) -> list[Table]:
         *(_speed(summary, frame, base, key) for key in (ALL, WITHOUT_LOOPS) for base in baselines),
         *(_by_prompt(summary, frame, base) for base in baselines),
         _quality(summary),
-        _picked("Latency", latency, _WAITS, digits=1),
+        _excerpt("Latency", latency, _WAITS, digits=1),
         Table("Seconds by part of a round", _by_method(summary["parts_s"]).fillna(0.0)),
         acceptance_table(summary),
         Table(
@@ -282,13 +282,13 @@ def tables(summary: Summary) -> list[Table]:
         ),
         Table("Methods", pd.DataFrame(rows, columns=names)),
     ]
-    marks = {"method": {label: shown(summary, label) for label in summary["methods"]}}
+    marks = {"method": {label: marked_label(summary, label) for label in summary["methods"]}}
     return [one._replace(cells=one.cells.replace(marks)) for one in all_tables if one.cells.size]
 
 
-def shown(summary: Summary, label: str) -> str:
+def marked_label(summary: Summary, label: str) -> str:
     """A method's label, with a warning if its rule changes the output."""
-    return f"{label} (lossy)" if _lossy(summary, label) else label
+    return f"{label} (lossy)" if _is_lossy(summary, label) else label
 
 
 _WAITS = {
@@ -306,7 +306,7 @@ def _by_method(rows: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame([{"method": label, **values} for label, values in rows.items() if values])
 
 
-def _picked(title: str, frame: pd.DataFrame, headers: Mapping[str, str], digits: int = 2) -> Table:
+def _excerpt(title: str, frame: pd.DataFrame, headers: Mapping[str, str], digits: int = 2) -> Table:
     """A table of the method and of some columns, which get new headers."""
     return Table(title, frame.reindex(columns=["method", *headers]).rename(columns=headers), digits)
 
@@ -338,7 +338,7 @@ def _by_prompt(summary: Summary, frame: pd.DataFrame, base: str) -> Table:
     headers |= {"worst": "worst", "worst_by_costs": "worst answer by costs, behind its prompt"}
     headers |= {"unlike": "answers unlike plain decoding's"}
     title = f"Speed-up over {NAMES[base]}, by prompt"
-    return _picked(title, overall.astype({"prompts": int}).assign(unlike=unlike), headers)
+    return _excerpt(title, overall.astype({"prompts": int}).assign(unlike=unlike), headers)
 
 
 _QUALITY = {
@@ -366,7 +366,7 @@ def _quality(summary: Summary) -> Table:
         for task, values in tasks.items()
     ]
     title = "Quality of texts up to their own end, beside plain greedy decoding's"
-    return _picked(title, pd.DataFrame(rows), _QUALITY)
+    return _excerpt(title, pd.DataFrame(rows), _QUALITY)
 
 
 def acceptance_table(summary: Summary) -> Table:
@@ -477,7 +477,7 @@ def chart(summary: Summary) -> str | None:
     gains = _by_method(by_label)
     if len(gains) < 2:
         return None
-    names = [shown(summary, label) for label in gains.method]
+    names = [marked_label(summary, label) for label in gains.method]
     figure = Figure(figsize=(8.0, 0.9 + 0.42 * len(gains)), layout="constrained")
     axes = figure.subplots()
     colours = [BLUE if ratio == gains.ratio.max() else PALE for ratio in gains.ratio]

@@ -249,13 +249,13 @@ def drop_unfinished(path: Path) -> None:
             files.write(path, data[:end])
 
 
-def begun(
-    path: Path, record: dict[str, Any], read: Callable[[Any], T], *, overwrite: bool
+def resume(
+    path: Path, record: dict[str, Any], parse: Callable[[Any], T], *, overwrite: bool
 ) -> list[T]:
     """Read the lines that a killed run left after its `record`; else begin the file with `record`.
 
     `overwrite` replaces the file of a run with another record. Raises CannotWrite without it, for
-    a file of others, and for lines that `read` cannot parse.
+    a file of others, and for lines that `parse` cannot parse.
     """
     files.check_file(path, overwrite=True)
     drop_unfinished(path)
@@ -263,7 +263,7 @@ def begun(
     head, *lines = texts or [""]
     if head == json.dumps(record):
         try:
-            return [read(parse_json(line, "a line")) for line in lines]
+            return [parse(parse_json(line, "a line")) for line in lines]
         except (InvalidData, ValueError, TypeError, LookupError) as error:
             raise CannotWrite(f"{path} is damaged. Remove it to start over") from error
     if head and not overwrite:

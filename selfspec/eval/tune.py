@@ -89,10 +89,10 @@ def tune(
         stats = speculator.generate(prompts[number], **keywords).stats
         return Timed(stats.decode_s, stats.accepted + stats.bonus, stats.rounds)
 
-    return raced([*candidates(speculator)], len(prompts), ask, show, objective)
+    return race([*candidates(speculator)], len(prompts), ask, show, objective)
 
 
-def raced(
+def race(
     settings: Sequence[Options],
     prompts: int,
     ask: Callable[[int, Options], Timed],
@@ -109,7 +109,7 @@ def raced(
     parts = [part.tolist() for part in np.array_split(choosers, min(_STAGES, len(choosers)))]
     survivors, times = list(settings), dict[int, list[float]]()
 
-    def answered(number: int, ways: Sequence[Options]) -> list[Timed]:
+    def answer_all(number: int, ways: Sequence[Options]) -> list[Timed]:
         """Answer in all ways, in a random order, so that none gains from the machine's drift."""
         order = random.Random(number).sample(range(len(ways)), len(ways))
         by_way = {way: ask(number, ways[way]) for way in order}
@@ -120,7 +120,7 @@ def raced(
     for stage, part in enumerate(parts):
         for number in part:
             show(len(times), len(timed), f"{len(survivors)} settings")
-            times[number] = [answer.seconds for answer in answered(number, [PLAIN, *survivors])]
+            times[number] = [answer.seconds for answer in answer_all(number, [PLAIN, *survivors])]
         plain, *others = np.array([times[number] for number in times]).T
         keep = 1 if stage == len(parts) - 1 else max(1, len(survivors) // 3)
         best = (-score(np.array(others), plain, objective)).argsort(kind="stable")[:keep]
@@ -129,7 +129,7 @@ def raced(
     held_out = []
     for done, number in enumerate(judges, start=len(times)):
         show(done, len(timed), "held out")
-        held_out.append(answered(number, [PLAIN, *survivors]))
+        held_out.append(answer_all(number, [PLAIN, *survivors]))
     show(len(timed), len(timed), "")
     plain, chosen = np.array([[answer.seconds for answer in pair] for pair in held_out]).T
     pays = float(score(chosen[None], plain, objective)[0]) > 1.0

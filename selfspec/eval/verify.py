@@ -87,7 +87,7 @@ class Subject:
     rungs: Collection[int] = range(1, 8)  # those to climb, from 1
 
     @cached_property
-    def compared(self) -> Comparison:
+    def comparison(self) -> Comparison:
         """Texts in the model's own dtype, as `generate` writes them; two rungs read them."""
         return compare_texts(self.speculator, self.cases)
 
@@ -162,7 +162,7 @@ def _invariance(subject: Subject) -> Rung:
     try:
         for case in subject.cases:
             plain = decode(speculator, case.request, undrafted)
-            drafts = planted(speculator, options, case.ids[0].tolist() + plain[0])
+            drafts = planted_drafts(speculator, options, case.ids[0].tolist() + plain[0])
             kinds = len(drafts)
             for name, (drafter, adapted) in drafts.items():
                 text = decode(speculator, case.request, adapted, drafter)
@@ -181,14 +181,14 @@ def _float64(subject: Subject) -> Rung:
     exact = speculator_in(subject.speculator, torch.float64)
     compared = compare_texts(exact, subject.cases, _FLOAT64_DRAFTS)
     first = "".join(f". First {parting}" for parting in compared.partings[:1])
-    return Rung("failed" if first else "passed", compared.equal + first, compared.figures)
+    return Rung("failed" if first else "passed", compared.equal_texts + first, compared.figures)
 
 
 def _near_ties(subject: Subject) -> Rung:
     """Rung 4: in the model's own dtype, texts differ first only at near ties of two tokens."""
-    compared = subject.compared
+    compared = subject.comparison
     noise, figures = compared.noise, compared.figures | {"noise": compared.noise}
-    summary = f"{named(subject.speculator.backbone.dtype)}: {compared.equal}"
+    summary = f"{name_of(subject.speculator.backbone.dtype)}: {compared.equal_texts}"
     if compared.partings:
         worst = max(compared.partings, key=lambda parting: parting.margin)
         summary += f", the others part at margins up to {worst.margin:.3g} (noise {noise:.3g})"
@@ -201,12 +201,12 @@ def _near_top(subject: Subject) -> Rung:
     """Rung 5: every text of rung 4, read by a float32 copy of the model in one block."""
     model, dtype = subject.speculator.model, subject.speculator.backbone.dtype
     if dtype not in (torch.bfloat16, torch.float16):
-        return Rung("skipped", f"in {named(dtype)} rung 4 suffices")
+        return Rung("skipped", f"in {name_of(dtype)} rung 4 suffices")
     if reason := why_no_copy(model, torch.float32, subject.max_copy_gb):
         return Rung("skipped", reason)
     exact = model_in(model, torch.float32)
     count, shortfalls = 0, []
-    for case, texts in zip(subject.cases, subject.compared.texts, strict=True):
+    for case, texts in zip(subject.cases, subject.comparison.texts, strict=True):
         for tokens in sorted({tuple(text) for text in texts}):
             count += len(tokens)
             shortfalls.append(shortfall(case, tokens, exact, model))
@@ -247,7 +247,7 @@ def _any_batch(subject: Subject) -> Rung:
         if step == 2 * _APART + 1:
             running[0].close()
         engine.step()
-    for case, text, recorder in zip(subject.cases, running[1:], runtime.heard[1:], strict=True):
+    for case, text, recorder in zip(subject.cases, running[1:], runtime.recorders[1:], strict=True):
         tokens = [token for entry in text.take() for token in entry.tokens]
         expected = decode(speculator, case.request, options)
         bits.compare_texts(case.id, (tokens, recorder.logits), expected)
@@ -277,7 +277,7 @@ class Bits:
     differing: int = 0  # positions with any differing bit
     first: str = ""  # the first such position, and the difference
 
-    def compare(self, where: str, found: Tensor, expected: Tensor) -> None:
+    def compare(self, label: str, found: Tensor, expected: Tensor) -> None:
         """Compare logits [n, V] with [n, V], both float32."""
         # as integers, so that a NaN equals itself and zeros have a sign
         unequal = found.contiguous().view(torch.int32) != expected.contiguous().view(torch.int32)
@@ -288,16 +288,16 @@ class Bits:
             place = int(rows.int().argmax())
             size = float((found[place] - expected[place]).abs().max())
             count = f"{int(unequal[place].sum()):,} of {found.shape[-1]:,} logits"
-            self.first = f"{where}, position {place + 1}: {count}, by up to {size:.3g}"
+            self.first = f"{label}, position {place + 1}: {count}, by up to {size:.3g}"
 
-    def compare_texts(self, where: str, found: Text, expected: Text) -> None:
+    def compare_texts(self, label: str, found: Text, expected: Text) -> None:
         """Compare two texts up to their first different token, which counts if all bits agree."""
         place = first_divergence(found[0], expected[0])
         length = min(len(found[0]), len(expected[0]), *(() if place is None else (place + 1,)))
-        self.compare(where, found[1][:length], expected[1][:length])
+        self.compare(label, found[1][:length], expected[1][:length])
         if place is not None and not self.differing:
             self.differing = 1
-            self.first = f"{where}, token {place + 1}, though its logits are equal"
+            self.first = f"{label}, token {place + 1}, though its logits are equal"
 
     def rung(self, words: str) -> Rung:
         figures = {"positions": self.positions, "differing": self.differing}
@@ -330,7 +330,7 @@ class Comparison:
     its own texts. It involves no code of ours, so no bug of ours can hide in it."""
 
     @property
-    def equal(self) -> str:
+    def equal_texts(self) -> str:
         count = sum(map(len, self.texts))
         return f"{count - len(self.partings)} of {count} texts equal"
 
@@ -359,7 +359,7 @@ def compare_texts(
             rounded = finest * float(scores[scores.isfinite()].abs().max())
             compared.noise = max(compared.noise, rounded, largest_difference(scores, block))
         compared.texts.append([])
-        drafts = planted(speculator, options, case.ids[0].tolist() + expected)
+        drafts = planted_drafts(speculator, options, case.ids[0].tolist() + expected)
         for name, (drafter, adapted) in drafts.items():
             if only is not None and name not in only:
                 continue
@@ -371,26 +371,26 @@ def compare_texts(
     return compared
 
 
-def margin(scores: Tensor, theirs: Sequence[int], ours: Sequence[int], at: int) -> float:
-    """By how much `scores` [n, V] prefer their token at index `at` to ours.
+def margin(scores: Tensor, theirs: Sequence[int], ours: Sequence[int], index: int) -> float:
+    """By how much `scores` [n, V] prefer their token at index `index` to ours.
 
     If one text just ends there: the whole range of scores, because no noise explains that.
     """
-    if at >= min(len(theirs), len(ours)):
+    if index >= min(len(theirs), len(ours)):
         finite = scores[scores.isfinite()]
         return float(finite.max() - finite.min())
-    return float(scores[at, theirs[at]] - scores[at, ours[at]])
+    return float(scores[index, theirs[index]] - scores[index, ours[index]])
 
 
 def shortfall(
-    case: Case, tokens: Sequence[int], exact: PreTrainedModel, run: PreTrainedModel
+    case: Case, tokens: Sequence[int], exact_model: PreTrainedModel, model: PreTrainedModel
 ) -> tuple[float, float]:
     """How far a token's score is below the top in the exact model, and how far scores differ.
 
     Both are maxima over `tokens` after the prompt, which both models read in one block.
     """
-    scores = case.scores(tokens, block_logits(exact, case.ids, tokens))
-    rounded = case.scores(tokens, block_logits(run, case.ids, tokens))
+    scores = case.scores(tokens, block_logits(exact_model, case.ids, tokens))
+    rounded = case.scores(tokens, block_logits(model, case.ids, tokens))
     chosen = scores.gather(1, torch.tensor([list(tokens)], device=scores.device).T)[:, 0]
     return float((scores.amax(-1) - chosen).max()), largest_difference(rounded, scores)
 
@@ -418,7 +418,7 @@ def why_no_copy(model: PreTrainedModel, dtype: torch.dtype, most_gb: float) -> s
         return "the model is spread over several devices"
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize / 1e9
     if size > most_gb:
-        return f"a copy in {named(dtype)} takes {size:.1f} GB, more than max_copy_gb {most_gb:g}"
+        return f"a copy in {name_of(dtype)} takes {size:.1f} GB, more than max_copy_gb {most_gb:g}"
     return None
 
 
@@ -440,7 +440,7 @@ def speculator_in(speculator: Speculator, dtype: torch.dtype) -> Speculator:
     )
 
 
-def named(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     """The dtype's name as in flags: bfloat16."""
     return str(dtype).removeprefix("torch.")
 
@@ -546,10 +546,10 @@ class OracleDrafter:
         """At most `count` tokens to draft, where the known continuation has `truth`."""
         return truth
 
-    def _number(self, end: int) -> int:
+    def _draw(self, end: int) -> int:
         return int(torch.randint(end, (), generator=self._generator))
 
-    def _junk(self, count: int) -> list[int]:
+    def _random_tokens(self, count: int) -> list[int]:
         return torch.randint(self.vocab_size, (count,), generator=self._generator).tolist()
 
 
@@ -557,15 +557,15 @@ class RandomDrafter(OracleDrafter):
     """Drafts 0..width random tokens."""
 
     def _tokens(self, truth: list[int], count: int) -> list[int]:  # noqa: ARG002  # the base's
-        return self._junk(self._number(count + 1))
+        return self._random_tokens(self._draw(count + 1))
 
 
 class MixedDrafter(OracleDrafter):
     """Drafts a true prefix of random length, then random tokens up to the full width."""
 
     def _tokens(self, truth: list[int], count: int) -> list[int]:
-        right = truth[: self._number(count + 1)]
-        return right + self._junk(count - len(right))
+        right = truth[: self._draw(count + 1)]
+        return right + self._random_tokens(count - len(right))
 
 
 class BranchingDrafter(OracleDrafter):
@@ -577,30 +577,30 @@ class BranchingDrafter(OracleDrafter):
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """Draft up to `width` tokens, whose paths fit into `limit`."""
         position = state.length - state.pad
-        right = self.sequence[position : position + self._number(min(max(limit, 0), _RIGHT) + 1)]
+        right = self.sequence[position : position + self._draw(min(max(limit, 0), _RIGHT) + 1)]
         tokens, parents = list[int](), list[int]()
         below, placed = -1, 0  # the newest right token, and the number of them
         while len(tokens) < self.width and limit > 0:
-            if placed < len(right) and self._number(5) < 3:
+            if placed < len(right) and self._draw(5) < 3:
                 tokens.append(right[placed])
                 parents.append(below)
                 below, placed = len(tokens) - 1, placed + 1
                 continue
-            parent = self._number(len(tokens) + 1) - 1
+            parent = self._draw(len(tokens) + 1) - 1
             if parent < 0 or depths(parents)[parent] + 1 < limit:
-                tokens += self._junk(1)
+                tokens += self._random_tokens(1)
                 parents.append(parent)
         draft = Draft.of(tokens, parents, ended="width" if tokens else "budget")
         exits = len(state.hidden.depths) - 2 if state.attention is None else 0
         trunk = [*state.committed(-1), *tokens[: draft.trunk]]
-        for token in trunk[: self._number(len(trunk) + 1) if exits else 0]:
+        for token in trunk[: self._draw(len(trunk) + 1) if exits else 0]:
             state.hidden.push(state.backbone.embed(state.ids.new_tensor([token])))
-            for boundary in range(self._number(exits) + 1):
+            for boundary in range(self._draw(exits) + 1):
                 yield from state.hidden.advance(boundary)
         return draft
 
 
-def planted(
+def planted_drafts(
     speculator: Speculator, options: SpeculationOptions, text: Sequence[int]
 ) -> dict[str, tuple[Drafter | None, SpeculationOptions]]:
     """Drafters and options by name: good, bad and random drafts, and real exits.
@@ -652,15 +652,15 @@ class Listening(Runtime):
     def __init__(self, other: Runtime, drafter: Drafter | None = None) -> None:
         super().__init__(other.backbone, other.heads, other.draft_model, other.datastore)
         self.probe = other.probe
-        self.heard: list[Recorder] = []
-        self._planted = drafter
+        self.recorders: list[Recorder] = []
+        self._planted_drafter = drafter
 
     def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
-        self.heard.append(Recorder(super().rule(sampler, options)))
-        return self.heard[-1]
+        self.recorders.append(Recorder(super().rule(sampler, options)))
+        return self.recorders[-1]
 
-    def drafter(self, *asked: Any) -> Drafter:
-        return self._planted or super().drafter(*asked)
+    def drafter(self, *options: Any) -> Drafter:
+        return self._planted_drafter or super().drafter(*options)
 
 
 def greedy_request(speculator: Speculator, prompt: Prompt, new_tokens: int) -> Request:
@@ -682,4 +682,4 @@ def decode(
     """The text that an engine writes, with the drafts of `options`, or those of `drafter`."""
     runtime = Listening(speculator.runtime, drafter)
     entries = Engine(runtime).add(request.only(), options)
-    return [token for entry in entries for token in entry.tokens], runtime.heard[0].logits
+    return [token for entry in entries for token in entry.tokens], runtime.recorders[0].logits

@@ -19,7 +19,7 @@ from selfspec.cli.main import main
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.measure import StepSpeed
 from selfspec.errors import ModelNotFound
-from selfspec.eval.bench import METHODS, Method, moved
+from selfspec.eval.bench import METHODS, Method, sweeps
 from selfspec.hub import models as hub
 from selfspec.visualise.layers import LayerTrace
 from tests.api.test_text import byte_level_bpe
@@ -143,7 +143,7 @@ def test_a_sweep_is_one_setting_per_value() -> None:
         ("costs.head=none", "costs", "head=none"),
         ("pinned_rows=4", "pinned_rows", 4),
     ):
-        assert list(moved(text).values()) == [{option: setting}]
+        assert list(sweeps(text).values()) == [{option: setting}]
 
 
 # --- trace

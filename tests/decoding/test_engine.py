@@ -86,7 +86,7 @@ def drain(engine: Engine) -> None:
 
 def written(runtime: Listening, wanted: Wanted) -> tuple[list[int], Tensor]:
     running = Engine(runtime).add(wanted.asked(), wanted.options)
-    return tokens_of(running), runtime.heard[-1].logits
+    return tokens_of(running), runtime.recorders[-1].logits
 
 
 RUN = [pytest.param(family, marks=needs_compiler) for family in ("llama", "mistral")]
@@ -115,7 +115,7 @@ def test_texts_have_the_same_bits_as_alone(
         for _ in range(min(len(numbers), dice.randrange(4))):
             number = numbers.pop()
             text = engine.add(wanted[number].asked(), wanted[number].options)
-            running[text] = number, runtime.heard[-1]
+            running[text] = number, runtime.recorders[-1]
         engine.step()
         if dice.random() < 0.1:
             text = dice.choice([*running])

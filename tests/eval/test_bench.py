@@ -23,8 +23,8 @@ from selfspec.errors import CannotWrite, HeadsNotFound, InvalidOption
 from selfspec.eval import bench as methods
 from selfspec.eval import concurrency, results
 from selfspec.eval.bench import METHODS, Bench, Contender, Written, candidates, endless, swept
-from selfspec.eval.bench import moved as moves
-from selfspec.eval.concurrency import Load, continuous, measured, padded_batch, table
+from selfspec.eval.bench import sweeps as moves
+from selfspec.eval.concurrency import Load, continuous, measure_loads, padded_batch, table
 from selfspec.eval.results import Answer, BenchOptions, Question, Run
 from tests import ladder
 from tests.models import make_model, noted, random_ids
@@ -310,7 +310,7 @@ def test_answers_of_all_methods_end_at_the_templates_end_of_turn(bare: Speculato
     options, loads = BenchOptions(max_new_tokens=LONG), dict[TurnEnd, list[Load]]()
     for end in (TurnEnd(token=token), TurnEnd(text=str(speculator.tokenizer.decode([token])))):
         speculator.turn_end = end
-        loads[end] = [*measured(speculator, QUESTIONS, (3,), [*concurrency.METHODS], options)]
+        loads[end] = [*measure_loads(speculator, QUESTIONS, (3,), [*concurrency.METHODS], options)]
         assert speculator.turn_end is end
         assert [load.same for load in loads[end]] == [len(QUESTIONS)] * len(concurrency.METHODS)
     by_token, by_text = (entries[0].tokens for entries in loads.values())
@@ -322,7 +322,7 @@ def test_loads_of_a_killed_run_are_kept(speculator: Speculator, tmp_path: Path) 
 
     def begun(texts: list[int], *, overwrite: bool = False) -> list[Load]:
         record = {"made_by": "selfspec bench", "texts": texts}
-        return results.begun(path, record, lambda fields: Load(**fields), overwrite=overwrite)
+        return results.resume(path, record, lambda fields: Load(**fields), overwrite=overwrite)
 
     assert begun([1, 2]) == []
     stored = load("plain", 2, 0, 50.0)
@@ -331,7 +331,7 @@ def test_loads_of_a_killed_run_are_kept(speculator: Speculator, tmp_path: Path) 
         file.write('{"method": "pl')  # killed while writing
     assert begun([1, 2]) == [stored]
     options, names = BenchOptions(max_new_tokens=2, repeats=1), ("plain", "default")
-    loads = measured(speculator, QUESTIONS, (1, 2), names, options, [stored])
+    loads = measure_loads(speculator, QUESTIONS, (1, 2), names, options, [stored])
     pairs = [(entry.method, entry.texts) for entry in loads]
     assert sorted(pairs) == [("default", 1), ("default", 2), ("plain", 1)]
     with pytest.raises(CannotWrite, match="holds another run"):
@@ -440,7 +440,7 @@ OWN_TEXT = (*LOSSY, *(name for name in METHODS if name.startswith("sampl")))
 def test_every_method_writes_the_same(speculator: Speculator, plain: list[int], name: str) -> None:
     for number, entry in enumerate(grid(speculator, name)):
         assert written(speculator, name, number).token_ids == plain
-        assert not entry.own_text
+        assert not entry.may_differ
 
 
 def test_medusa_verifies_its_tree_or_part_of_it(speculator: Speculator, plain: list[int]) -> None:
@@ -463,9 +463,9 @@ def test_methods_with_own_texts_say_so(speculator: Speculator, plain: list[int],
         easd={"entropy": 0.0, "overlap": 0.0},
     )
     (entry,) = grid(wavering, name)
-    assert entry.own_text
+    assert entry.may_differ
     assert entry.lossy == (name in LOSSY)
-    assert methods.described([entry])[entry.label]["lossy"] == entry.lossy
+    assert methods.describe([entry])[entry.label]["lossy"] == entry.lossy
     first = written(wavering, name)
     assert len(first.token_ids) == LONG
     assert first.token_ids != plain

@@ -12,7 +12,7 @@ from selfspec.api.speculator import Speculator, wrap
 from selfspec.api.tuned import TUNED_OPTIONS
 from selfspec.config import SpeculationOptions
 from selfspec.errors import InvalidOption
-from selfspec.eval.tune import PLAIN, Options, Timed, candidates, raced, tune
+from selfspec.eval.tune import PLAIN, Options, Timed, candidates, race, tune
 from selfspec.options import Ngram
 from tests.models import make_model, random_ids
 from tests.skilled import skilled
@@ -44,7 +44,7 @@ class Stopwatches:
 def test_the_faster_third_answers_more_and_other_prompts_judge() -> None:
     watches = Stopwatches({"1": 4.0, "2": 5.0, "3": 6.0, ("1", 11): 20.0})
     progress: list[tuple[int, int]] = []
-    winner = raced(SETTINGS, 12, watches, lambda done, of, _: progress.append((done, of)))
+    winner = race(SETTINGS, 12, watches, lambda done, of, _: progress.append((done, of)))
     assert winner.options == {"speculate": True, **SETTINGS[0]}
     assert winner.compression_rate == 2.0
     assert (winner.settings, winner.prompts, winner.objective) == (9, 12, "speed")
@@ -68,7 +68,7 @@ def test_the_faster_third_answers_more_and_other_prompts_judge() -> None:
 def test_a_setting_must_stay_fast() -> None:
     """All answers of a setting count, also those of earlier stages."""
     lucky: dict[Any, float] = {("1", 0): 1.0, ("1", 2): 1.0, "1": 12.0, "2": 5.0}
-    winner = raced(SETTINGS, 12, Stopwatches(lucky), unseen)
+    winner = race(SETTINGS, 12, Stopwatches(lucky), unseen)
     assert winner.options["drafter"] == "ngram:size=2"
 
 
@@ -77,19 +77,19 @@ def test_ending_early_does_not_count_as_faster() -> None:
         size = options["drafter"][-1] if options != PLAIN else ""
         return {"": Timed(6.0, 60, 60), "1": Timed(4.0, 60, 30), "2": Timed(1.0, 8, 8)}[size]
 
-    winner = raced(SETTINGS[:2], 12, ask, unseen)
+    winner = race(SETTINGS[:2], 12, ask, unseen)
     assert (winner.options["drafter"], winner.speed_up) == ("ngram:size=1", 1.5)
 
 
 def test_latency_maximises_a_low_percentile_of_speed_ups() -> None:
     uneven = {"1": 2.0, ("1", 0): 15.0, "2": 8.0}
-    assert raced(SETTINGS, 12, Stopwatches(uneven), unseen).options["drafter"][-1] == "1"
-    winner = raced(SETTINGS, 12, Stopwatches(uneven), unseen, "latency")
+    assert race(SETTINGS, 12, Stopwatches(uneven), unseen).options["drafter"][-1] == "1"
+    winner = race(SETTINGS, 12, Stopwatches(uneven), unseen, "latency")
     assert (winner.options["drafter"][-1], winner.objective) == ("2", "latency")
 
 
 def test_drafting_is_switched_off_if_nothing_pays() -> None:
-    winner = raced(SETTINGS, 4, Stopwatches({}, usual=12.5), unseen)
+    winner = race(SETTINGS, 4, Stopwatches({}, usual=12.5), unseen)
     assert winner.options == PLAIN
     assert not winner.options["speculate"]
     assert winner.sentence().startswith("plain decoding is faster here: the best of 9 settings")
@@ -99,12 +99,12 @@ def test_drafting_is_switched_off_if_nothing_pays() -> None:
 def test_answers_of_one_token_are_ignored() -> None:
     silent: dict[Any, float] = {(name, n): 0.0 for name in ("plain", *"12") for n in (0, 1)}
     watches = Stopwatches(silent | {"2": 5.0})
-    winner = raced(SETTINGS[:2], 4, watches, unseen, "latency")
+    winner = race(SETTINGS[:2], 4, watches, unseen, "latency")
     assert winner.options["drafter"] == "ngram:size=2"
     assert (winner.speed_up, winner.worst, winner.prompts) == (2.0, 2.0, 2)
     assert {number for number, name in watches.asked if name != "plain"} == {2, 3}
     with pytest.raises(InvalidOption, match="second token"):
-        raced(SETTINGS[:2], 3, Stopwatches(silent), unseen)
+        race(SETTINGS[:2], 3, Stopwatches(silent), unseen)
 
 
 @pytest.mark.parametrize("kind", ["translator", "deep-fused-0", None])

@@ -100,10 +100,10 @@ def test_a_model_without_heads_is_verified_with_scripted_drafts(drafter: str) ->
 
 
 def test_the_models_settings_apply(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = subject_of(speculator, 10).compared.texts
+    texts = subject_of(speculator, 10).comparison.texts
     monkeypatch.setattr(speculator.model.generation_config, "repetition_penalty", 1.8)
     subject = subject_of(speculator, 10)
-    assert subject.compared.texts != texts
+    assert subject.comparison.texts != texts
     rungs = [rung for _, rung in climb(subject)]
     assert [rung.outcome for rung in rungs] == ["passed"] * 4 + ["skipped"] * 2 + ["passed"]
     assert "in float32 rung 4" in rungs[4].found
@@ -142,7 +142,7 @@ def test_a_skipped_rung_says_why(speculator: Speculator, monkeypatch: pytest.Mon
 def test_near_ties_may_differ(speculator: Speculator, gap: float, outcome: str) -> None:
     subject = subject_of(speculator)
     parting = verify.Parting(case="prompt 1", drafts="wrong", position=7, margin=gap)
-    subject.compared = Comparison([[[1], [2]]], [parting], noise=0.1)
+    subject.comparison = Comparison([[[1], [2]]], [parting], noise=0.1)
     fourth = rung(4, subject)
     assert fourth.outcome == outcome
     assert "1 of 2 texts equal" in fourth.found
@@ -151,10 +151,10 @@ def test_near_ties_may_differ(speculator: Speculator, gap: float, outcome: str) 
 
 def test_a_token_far_below_the_best_fails_the_fifth_rung() -> None:
     subject = subject_of(speculator_of(make_model("llama", torch.bfloat16)), 4)
-    texts = subject.compared.texts
+    texts = subject.comparison.texts
     assert rung(5, subject).outcome == "passed"
     wrong = [[[*text[:-1], (text[-1] + 1) % 96] for text in answers] for answers in texts]
-    subject.compared = Comparison(wrong)
+    subject.comparison = Comparison(wrong)
     assert rung(5, subject).outcome == "failed"
 
 
@@ -250,9 +250,9 @@ def test_bits_differ_where_values_may_not() -> None:
 
 def test_margin_is_the_difference_of_their_scores() -> None:
     scores = torch.tensor([[1.0, 5.0, 2.0], [0.0, 4.0, 3.5]])
-    assert verify.margin(scores, [1, 1], [1, 2], at=1) == 0.5
+    assert verify.margin(scores, [1, 1], [1, 2], index=1) == 0.5
     # our text ended: no pair of tokens to compare
-    assert verify.margin(scores, [1, 1], [1], at=1) == 5.0
+    assert verify.margin(scores, [1, 1], [1], index=1) == 5.0
     # forbidden tokens are no difference
     found, expected = torch.tensor([1.0, -torch.inf, 2.0]), torch.tensor([1.5, -torch.inf, 2.0])
     assert verify.largest_difference(found, expected) == 0.5

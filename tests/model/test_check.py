@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from selfspec.api.speculator import wrap
 from selfspec.errors import UnsupportedModel
-from selfspec.eval.verify import planted
+from selfspec.eval.verify import planted_drafts
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import far_places, named_positions
 from selfspec.model.cuda_graph import CudaGraphExecutor
@@ -210,7 +210,7 @@ def test_such_a_model_gets_no_drafts_and_is_told_why(caplog: pytest.LogCaptureFi
     assert "no drafts: layer 4" in answer.stats.line()
     expected = model.generate(ids, max_new_tokens=40, do_sample=False)
     assert answer.token_ids == expected[0, 9:].tolist()
-    assert set(planted(speculator, speculator.options, [1, 2])) == {"no"}
+    assert set(planted_drafts(speculator, speculator.options, [1, 2])) == {"no"}
     plain = speculator.generate(ids, max_new_tokens=4, speculate=False)
     assert plain.stats.drafts_refused is None  # no drafts requested
 
