@@ -65,7 +65,7 @@ def main(
 
 
 def answers(
-    backbone: Backbone, tokenizer: Any, asked: Sequence[Question], options: DataOptions
+    backbone: Backbone, tokenizer: Any, questions: Sequence[Question], options: DataOptions
 ) -> dict[str, list[Conversation]]:
     texts = defaultdict(list)
     with bar("answers", "rounds") as show:
@@ -73,7 +73,7 @@ def answers(
         author = Author(backbone, tokenizer, options, lambda _: show(next(rounds), None))
         talks = [
             replace(talk_of({"turns": [*question.turns]}, tokenizer, None), family=question.task)
-            for question in asked
+            for question in questions
         ]
         for record in author.write(author.converse(talk, Counts()) for talk in talks):
             texts[record["family"]].append(encoded(record, tokenizer))
@@ -85,7 +85,7 @@ def shares(
     backbone: Backbone, heads: ExitHeads, texts: dict[str, list[Conversation]]
 ) -> dict[int, Right]:
     counts = {}
-    for kind, talks in lab.each(list(texts.items()), "measure", "kinds of text"):
+    for kind, talks in lab.track(list(texts.items()), "measure", "kinds of text"):
         source = StreamSource(backbone, FeatureSpec.read_by(heads), talks, BATCH_TOKENS)
         counts[kind] = count_right(heads, Selection(source).batches(), DRAFTS)
     counts["all"] = torch.stack([*counts.values()]).sum(0)
@@ -98,11 +98,11 @@ def shares(
     }
 
 
-def page(found: dict[str, dict[int, Right]]) -> str:
-    kinds = list(next(iter(next(iter(found.values())).values())))
+def page(by_heads: dict[str, dict[int, Right]]) -> str:
+    kinds = list(next(iter(next(iter(by_heads.values())).values())))
     rows = [
         [name, str(layer), *(_cell(right[kind]) for kind in kinds)]
-        for name, by_layer in found.items()
+        for name, by_layer in by_heads.items()
         for layer, right in by_layer.items()
     ]
     title = "Share of answer tokens that heads say, in per cent: as first / second / third draft"

@@ -62,10 +62,10 @@ def rival(
     return Written(answer["token_ids"])
 
 
-def elsewhere(own: Speculator, by: Decode, _: Speculator, *asked: Any) -> Written:
+def decode_on(speculator: Speculator, decode: Decode, _: Speculator, *arguments: Any) -> Written:
     """Decode on a model with other weights than the bench's."""
-    with endless(own):
-        return by(own, *asked)
+    with endless(speculator):
+        return decode(speculator, *arguments)
 
 
 def main(
@@ -93,19 +93,19 @@ def main(
     if int4 is not None and openvino is None:
         raise InvalidOption("int4 is a folder for OpenVINO. Give --openvino, or leave it out")
     torch.set_num_threads(threads)
-    speculator = lab.loaded(model, heads, dtype, executor)
+    speculator = lab.load(model, heads, dtype, executor)
     turns = lab.first_turns(suite, questions, limit)
     our_ways = [lab.PLAIN]
     for name, setting in named_settings(drafter or []).items():
         our_ways.append(Contender(label=name, method="ngram+exit", setting=setting))
     ways = list(our_ways)
     if numbers:
-        dequantised = lab.loaded(model, heads, dtype, executor, numbers=True)
+        dequantised = lab.load(model, heads, dtype, executor, numbers=True)
         extras = [replace(way, label=NUMBERS + way.label) for way in our_ways]
         for name, setting in ({"": {}} | (ASSISTED if lookup else {})).items():
             by = METHODS[THEIRS].decode
             extras.append(Contender(label=THEIRS + name, method=THEIRS, setting=setting, by=by))
-        ways += [replace(way, by=partial(elsewhere, dequantised, way.by)) for way in extras]
+        ways += [replace(way, by=partial(decode_on, dequantised, way.by)) for way in extras]
     gguf = Path(model) if model else default_model_file()
     rivals = {LLAMA: (llama_cpp, gguf), OPENVINO: (openvino, gguf), INT4: (openvino, int4)}
     with ExitStack() as stack:
@@ -118,12 +118,12 @@ def main(
                 Contender(label=name + drafts, method=name, setting={"lookup": bool(drafts)}, by=by)
                 for drafts in ("", LOOKUP)[: 1 + lookup]
             ]
-        stack.enter_context(others(busy))
+        stack.enter_context(busy_processes(busy))
         ways[:0] = rival_ways
         options = BenchOptions(suite=suite, max_new_tokens=new_tokens)
-        answers = lab.benched(output, speculator, turns, ways, options)
+        answers = lab.run_bench(output, speculator, turns, ways, options)
     labels = [way.label for way in ways][0 if rival_ways else 1 :]
-    summary = summed(answers, ways)
+    summary = summary_of(answers, ways)
     text = f"{report.write_results(output, summary)}\n{over_first(answers, labels)}"
     write(output / "table.md", text)
     print(text, end="")
@@ -143,7 +143,7 @@ def named_settings(drafters: Sequence[str]) -> dict[str, dict[str, Any]]:
     return settings
 
 
-def summed(answers: Sequence[Answer], ways: Sequence[Contender]) -> dict[str, Any]:
+def summary_of(answers: Sequence[Answer], ways: Sequence[Contender]) -> dict[str, Any]:
     """All figures of a bench; the passes of rivals cannot be counted from outside."""
     contenders = [replace(way, method=way.label, source=way.method) for way in ways]
     summary = report.summarise(answers, describe(contenders))
@@ -178,11 +178,11 @@ def worker(
     name: str, python: str, model: Path, threads: int, context: int
 ) -> AbstractContextManager[lab.Ask]:
     script = Path(__file__).with_name("rivals.py")
-    return lab.answering([python, str(script), name, str(model), str(threads), str(context)])
+    return lab.json_process([python, str(script), name, str(model), str(threads), str(context)])
 
 
 @contextmanager
-def others(count: int) -> Iterator[None]:
+def busy_processes(count: int) -> Iterator[None]:
     code = [sys.executable, "-S", "-c", "while True: pass"]
     processes = [subprocess.Popen(code) for _ in range(count)]
     try:

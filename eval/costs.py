@@ -71,8 +71,8 @@ def main(
         gains[name] = dict(policies(name, size, run, exit_head(small.shape) / small.step))
         if count := GPUS.get(name):
             gpus = Gpus(count, count * flops, count * bandwidth, count * dollars)
-            heads += [making(name, size, gpus, tokens, kind) for kind in ("deep-fused", "eagle3")]
-            served += [serving(name, size, gpus, texts) for texts in (1, 16, 64)]
+            heads += [fit_row(name, size, gpus, tokens, kind) for kind in ("deep-fused", "eagle3")]
+            served += [serving_row(name, size, gpus, texts) for texts in (1, 16, 64)]
     by_policy = [
         {"policy": policy}
         | {name: f"{times[policy]:.2f}" if policy in times else "" for name, times in gains.items()}
@@ -149,7 +149,7 @@ def pass_s(shape: Shape, texts: int, rows: int, gpus: Gpus) -> float:
     return max(bytes_read / gpus.bytes_per_s, 2 * shape.weights * texts * rows / gpus.flops)
 
 
-def making(name: str, size: Size, gpus: Gpus, tokens: float, kind: str) -> dict[str, str]:
+def fit_row(name: str, size: Size, gpus: Gpus, tokens: float, kind: str) -> dict[str, str]:
     """A table row for fitting heads: hours with all GPUs, bytes and dollars, by column."""
     weights, positions, width = size.shape.weights, POSITIONS * tokens, size.shape.hidden_size
     per_draft = 6 * 11 * width**2 + 4 * DRAFT_VOCABULARY * width
@@ -171,7 +171,7 @@ def making(name: str, size: Size, gpus: Gpus, tokens: float, kind: str) -> dict[
     }
 
 
-def serving(name: str, size: Size, gpus: Gpus, texts: int) -> dict[str, str]:
+def serving_row(name: str, size: Size, gpus: Gpus, texts: int) -> dict[str, str]:
     """A table row for serving: tokens per second of all texts, dollars per million, by column."""
     seconds = pass_s(size.shape, texts, 1, gpus)
     rows = {n: pass_s(size.shape, texts, n, gpus) / seconds for n in range(1, 10)}

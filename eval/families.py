@@ -59,7 +59,7 @@ def main(
     names = only.split(",") if only else sorted(known)
     rows = []
     for number, name in enumerate(names, 1):
-        rows.append(tried(name))
+        rows.append(try_family(name))
         print(f"{number}/{len(names)} {name}: {rows[-1].text} {rows[-1].why}", flush=True)
     text = output.read_text(encoding="utf-8") if output.exists() else HEAD
     files.write(output, text.partition(TABLE)[0] + TABLE + page(rows))
@@ -67,20 +67,20 @@ def main(
         raise typer.Exit(1)
 
 
-def tried(family: str) -> Row:
+def try_family(family: str) -> Row:
     """Try a family. Errors other than selfspec's own count as WRONG, not as a refusal."""
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family, family)
     try:
         model = _running_model(family)
     except Exception as error:  # noqa: BLE001  # the page shows what a config lacks
-        return Row(family, class_name, "not tried", "", _why(error))
+        return Row(family, class_name, "not tried", "", _reason(error))
     try:
         wrap(model, heads="logit-lens")
-        backbone, difference = _compared(family, model)
+        backbone, difference = _compare(family, model)
     except SelfspecError as error:
         return Row(family, class_name, "refused", "", first_line(error)[:_MOST_WORDS])
     except Exception as error:  # noqa: BLE001  # a crash is a finding
-        return Row(family, class_name, "WRONG", "", _why(error))
+        return Row(family, class_name, "WRONG", "", _reason(error))
     executor = backbone.executor_name
     if difference:
         return Row(family, class_name, "WRONG", executor, difference)
@@ -89,7 +89,7 @@ def tried(family: str) -> Row:
     return Row(family, class_name, "exact", executor, note)
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)[:_MOST_WORDS]}"
 
 
@@ -105,7 +105,7 @@ def _running_model(family: str) -> PreTrainedModel:
     return model
 
 
-def _compared(family: str, model: PreTrainedModel) -> tuple[Backbone, str]:
+def _compare(family: str, model: PreTrainedModel) -> tuple[Backbone, str]:
     """The backbone that auto chooses in float32, and the difference in its texts, or ""."""
     single = tiny_model(family, torch.float32)
     backbone = wrap(single, heads="logit-lens").backbone

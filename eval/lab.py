@@ -133,7 +133,7 @@ def prompts(suite: str, questions: Path | None = None, limit: int | None = None)
     return [question.turns[0] for question in load_suite(suite, questions, limit)]
 
 
-def loaded(
+def load(
     model: str | Path | None = None,
     heads: str | None = None,
     dtype: str | None = None,
@@ -158,7 +158,7 @@ def first_turns(suite: str, questions: Path | None, limit: int | None) -> list[Q
     ]
 
 
-def untrained(
+def untrained_heads(
     backbone: Backbone, layer: int, head_type: str, draft_ids: Tensor | None = None
 ) -> ExitHeads:
     """Untrained heads of one exit layer, over `draft_ids` alone if given."""
@@ -173,11 +173,11 @@ def untrained(
 
 
 @contextmanager
-def answering(command: Sequence[str], **where: Any) -> Iterator[Ask]:
+def json_process(command: Sequence[str], **options: Any) -> Iterator[Ask]:
     """Start a process that answers JSON lines. Raises InvalidOption if it cannot or ends."""
     try:
         child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **where
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
         )
     except OSError as error:
         raise InvalidOption(f"cannot run {command[0]}: {error.strerror}") from error
@@ -197,7 +197,7 @@ def answering(command: Sequence[str], **where: Any) -> Iterator[Ask]:
             stdin.close()
 
 
-def each(items: Sequence[Item], name: str, unit: str = "questions") -> Iterator[Item]:
+def track(items: Sequence[Item], name: str, unit: str = "questions") -> Iterator[Item]:
     with bar(name, unit) as show:
         for done, item in enumerate(items):
             show(done, len(items), str(getattr(item, "id", "")))
@@ -205,7 +205,7 @@ def each(items: Sequence[Item], name: str, unit: str = "questions") -> Iterator[
         show(len(items), len(items))
 
 
-def benched(
+def run_bench(
     output: Path,
     speculator: Speculator,
     questions: Sequence[Question],

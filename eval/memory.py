@@ -33,8 +33,8 @@ def load(
     executors: Annotated[str, typer.Option(help="With commas.")] = "auto,generic",
 ) -> None:
     cases = list(product(dtypes.split(","), executors.split(",")))
-    apart(loading, model, *cases[0])  # a first use may convert the file
-    figures = [apart(loading, model, *case) for case in cases]
+    in_new_process(measure_load, model, *cases[0])  # a first use may convert the file
+    figures = [in_new_process(measure_load, model, *case) for case in cases]
     rows = []
     for case in figures:
         size, peaks = case["model_mb"], (case["loading_mb"], case["generating_mb"])
@@ -44,38 +44,38 @@ def load(
     lab.finish(output, {"cases": figures}, lab.table(header, rows))
 
 
-def loading(model: str | None, dtype: str, executor: str) -> dict[str, Any]:
+def measure_load(model: str | None, dtype: str, executor: str) -> dict[str, Any]:
     """Megabytes: the model's weights, and the peaks after loading and after an answer."""
-    base = resident("VmRSS")
-    speculator = lab.loaded(model, dtype=dtype, executor=executor)
-    peak = resident("VmHWM") - base
+    base = resident_mb("VmRSS")
+    speculator = lab.load(model, dtype=dtype, executor=executor)
+    peak = resident_mb("VmHWM") - base
     speculator.generate("Why is the sky blue?", max_new_tokens=16, raw=True)
     weights = speculator.model.parameters()
     size = sum(getattr(weight, "blocks", weight).nbytes for weight in weights) / 1e6
-    sizes = {"model_mb": size, "loading_mb": peak, "generating_mb": resident("VmHWM") - base}
+    sizes = {"model_mb": size, "loading_mb": peak, "generating_mb": resident_mb("VmHWM") - base}
     return {"dtype": dtype, "executor": speculator.backbone.executor_name, **sizes}
 
 
-def apart(work: Callable[..., Found], *given: Any) -> Found:
+def in_new_process(work: Callable[..., Found], *arguments: Any) -> Found:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(work, given)
+        return pool.apply(work, arguments)
 
 
-def resident(name: str) -> float:
+def resident_mb(name: str) -> float:
     """Memory of this process, in megabytes: VmRSS now, VmHWM at its peak."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     kilobytes = next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
     return kilobytes * 1024 / 1e6
 
 
-def grown(work: Callable[[], object]) -> float:
+def peak_growth(work: Callable[[], object]) -> float:
     """Peak megabytes that `work` needs, beyond what is in use before it."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # else `work` would reuse freed memory, unseen
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    base = resident("VmRSS")
+    base = resident_mb("VmRSS")
     work()
-    return resident("VmHWM") - base
+    return resident_mb("VmHWM") - base
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from eval import lab
 from eval.compare import LLAMA, worker
 from eval.lab import SHAPES, Shape
-from eval.memory import apart, grown
+from eval.memory import in_new_process, peak_growth
 from selfspec.decoding.measure import Clock, Passes, memory_rate, step_speed
 from selfspec.errors import check_keys
 from selfspec.hub.models import default_model_file, load_model
@@ -44,10 +44,10 @@ Seconds = Mapping[str, Mapping[int, float]]  # by operation, then by number of r
 CPU = torch.device("cpu")
 
 
-def timed(
-    things: Mapping[str, Work], counts: Sequence[int], clock: Clock
+def measure(
+    operations: Mapping[str, Work], counts: Sequence[int], clock: Clock
 ) -> dict[str, dict[int, float]]:
-    works = {(name, n): partial(work, n) for n in counts for name, work in things.items()}
+    works = {(name, n): partial(work, n) for n in counts for name, work in operations.items()}
     by_operation: dict[str, dict[int, float]] = {}
     for (name, rows), seconds in clock.seconds(works).items():
         by_operation.setdefault(name, {})[rows] = seconds
@@ -55,24 +55,24 @@ def timed(
 
 
 def as_table(
-    what: str,
+    header: str,
     seconds: Seconds,
-    whole: Mapping[int, float] | None = None,
-    more: Mapping[str, Mapping[str, str]] | None = None,
+    totals: Mapping[int, float] | None = None,
+    extra: Mapping[str, Mapping[str, str]] | None = None,
 ) -> str:
-    """A table; in brackets, shares of the first column or of `whole`; `more`: further columns."""
+    """A table; in brackets, shares of the first column or of `totals`; `extra`: further columns."""
     rows = list(dict.fromkeys(count for times in seconds.values() for count in times))
     lines = []
     for name, times in seconds.items():
         first = next(iter(times.values()))
         cells = [
-            f"{1e3 * times[count]:.3f} ({times[count] / (whole[count] if whole else first):.2f})"
+            f"{1e3 * times[count]:.3f} ({times[count] / (totals[count] if totals else first):.2f})"
             if count in times
             else ""
             for count in rows
         ]
-        lines.append([name, *cells, *(column.get(name, "") for column in (more or {}).values())])
-    return lab.table([what, *(f"{count:,}" for count in rows), *(more or {})], lines)
+        lines.append([name, *cells, *(column.get(name, "") for column in (extra or {}).values())])
+    return lab.table([header, *(f"{count:,}" for count in rows), *(extra or {})], lines)
 
 
 # --- what a pass spends its time on
@@ -119,7 +119,7 @@ def split(
 
     works: dict[str, Work] = {name: partial(run, whole.only(of)) for name, of in PARTS.items()}
     works[UNEMBEDDING] = lambda count: backbone.logits(behind[:count])
-    seconds = timed(works, counts, Clock(CPU, repeats))
+    seconds = measure(works, counts, Clock(CPU, repeats))
     facts = {"model": files.label, "dtype": str(backbone.dtype), "in_front": in_front}
     text = (
         f"Milliseconds of a pass by its parts and rows, {files.label}, {backbone.dtype}, behind "
@@ -158,10 +158,10 @@ def linear(
     cases = list(product(dtypes.split(","), shapes.split(",")))
     least, most, seconds = counts[0], counts[-1], dict[str, dict[int, float]]()
     read, computed = dict[str, str](), dict[str, str]()
-    for dtype, shape in lab.each(cases, "time", "shapes"):
+    for dtype, shape in lab.track(cases, "time", "shapes"):
         for part, (out, inner) in _linear_layers(SHAPES[shape]):
             kind = getattr(torch, dtype)
-            for kernel, times in one_layer(out, inner, kind, counts, cold_mb, clock).items():
+            for kernel, times in time_layer(out, inner, kind, counts, cold_mb, clock).items():
                 name = f"{shape} {dtype}, {part} {out}×{inner}, {kernel}"
                 seconds[name] = times
                 read[name] = f"{1e-9 * out * inner * kind.itemsize / times[least]:.1f}"
@@ -174,7 +174,7 @@ def linear(
         "brackets: in those of the first.\n\n"
     )
     summary = {"memory_gb_s": memory, "float32_gflop_s": arithmetic, "seconds": seconds}
-    lab.finish(output, summary, text + as_table("product", seconds, more=rates))
+    lab.finish(output, summary, text + as_table("product", seconds, extra=rates))
 
 
 def _linear_layers(shape: Shape) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -187,7 +187,7 @@ def _linear_layers(shape: Shape) -> Iterator[tuple[str, tuple[int, int]]]:
         yield "head", (shape.vocab_size, width)
 
 
-def one_layer(
+def time_layer(
     out: int, inner: int, dtype: torch.dtype, counts: Sequence[int], cold_mb: int, clock: Clock
 ) -> dict[str, dict[int, float]]:
     copies = max(1, min(24, cold_mb * 1_000_000 // (out * inner * dtype.itemsize)))
@@ -199,7 +199,7 @@ def one_layer(
     times: dict[str, dict[int, float]] = {name: {} for name in kernels}
     for rows in counts:
         x = torch.randn(rows, inner).to(dtype)
-        works = {name: partial(_every, layers, x) for name, layers in kernels.items()}
+        works = {name: partial(_run_all, layers, x) for name, layers in kernels.items()}
         for name, seconds in clock.seconds(works).items():
             times[name][rows] = seconds / copies
             if times[name][rows] > _PATIENCE_S:
@@ -207,7 +207,7 @@ def one_layer(
     return times
 
 
-def _every(layers: Iterable[Callable[[Tensor], object]], x: Tensor) -> None:
+def _run_all(layers: Iterable[Callable[[Tensor], object]], x: Tensor) -> None:
     for multiply in layers:
         multiply(x)
 
@@ -249,7 +249,7 @@ def passes(
         ask({"front": ids[:in_front]})
         works: dict[str, Work] = {name: run.run for name, run in runs.items()}
         works[LLAMA] = lambda count: ask({"rows": ids[in_front:][:count]})
-        seconds = timed(works, counts, clock)
+        seconds = measure(works, counts, clock)
     rate = memory_rate(clock)
     read = {name: one.weight_bytes + in_front * one.position_bytes for name, one in loaded.items()}
     limits = {name: count / rate for name, count in read.items()}
@@ -260,7 +260,7 @@ def passes(
         "passes of one row\n\n"
     )
     extra = {"memory's limit of 1": {name: f"{1e3 * limit:.1f}" for name, limit in limits.items()}}
-    lab.finish(output, {**facts, "seconds": seconds}, text + as_table("", seconds, more=extra))
+    lab.finish(output, {**facts, "seconds": seconds}, text + as_table("", seconds, extra=extra))
 
 
 # --- prompts
@@ -279,9 +279,9 @@ def prompts(
     above the memory in use when the model was ready.
     """
     counts, names = lab.numbers(lengths, int), (OURS, HF)
-    seconds = timed({n: reader(model, dtype, n) for n in names}, counts, Clock(CPU, repeats))
+    seconds = measure({n: reader(model, dtype, n) for n in names}, counts, Clock(CPU, repeats))
     peaks = {
-        name: {count: apart(peak_of, model, dtype, name, count) for count in counts}
+        name: {count: in_new_process(peak_of, model, dtype, name, count) for count in counts}
         for name in names
     }
     text = f"Milliseconds to the first token by ids, {dtype}; in brackets: in Hugging Face's\n\n"
@@ -292,7 +292,7 @@ def prompts(
 
 
 def reader(model: str | None, dtype: str, name: str) -> Work:
-    llm: Any = lab.loaded(model, dtype=dtype) if name == OURS else load_model(model, dtype=dtype)[0]
+    llm: Any = lab.load(model, dtype=dtype) if name == OURS else load_model(model, dtype=dtype)[0]
 
     def read(length: int) -> None:
         ids = torch.arange(length)[None] % 90  # every model has as many ids
@@ -305,7 +305,7 @@ def peak_of(model: str | None, dtype: str, name: str, length: int) -> float:
     """Peak megabytes above those of a loaded model that has answered once."""
     read = reader(model, dtype, name)
     read(16)
-    return grown(partial(read, length))
+    return peak_growth(partial(read, length))
 
 
 # --- drafts at other sizes

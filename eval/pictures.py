@@ -58,7 +58,7 @@ COSTS = "row=0.2/0.27,head=0.15"  # costs for the gallery's traces
 PAGE, TRACES, PICTURES = DOCS / "gallery.md", DOCS / "gallery", DOCS / "images" / "gallery"
 
 
-def small(picture: Path) -> None:
+def shrink(picture: Path) -> None:
     """Reduce a picture to 256 colours, which is enough for text on a plain background."""
     with Image.open(picture) as image:
         reduced = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
@@ -87,7 +87,7 @@ def gallery(
             lab.selfspec_command("trace", "--from", str(jsonl), *card)
             packed = lzma.compress(jsonl.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
         write(TRACES / f"{name}.jsonl.xz", packed)
-        small(PICTURES / f"{name}.png")
+        shrink(PICTURES / f"{name}.png")
 
 
 def commands() -> list[list[str]]:
@@ -110,7 +110,7 @@ def pages(
     folder.mkdir(parents=True, exist_ok=True)
     trace(folder)
     if not trace_only:
-        with serving.served(serving.ours()) as address:
+        with serving.running_server(serving.serve_command()) as address:
             chat(address, folder)
 
 
@@ -125,27 +125,27 @@ def trace(folder: Path) -> None:
             ("trace-dark", "dark", WIDE),
             ("trace-phone", "light", PHONE),
         ):
-            page = opened(chromium, html.as_uri(), scheme, size)
+            page = open_page(chromium, html.as_uri(), scheme, size)
             page.locator("#answer .seen").nth(4).dispatch_event("pointermove")
             if scheme == "dark":
                 page.locator("#lanes-title").evaluate("node => node.scrollIntoView()")
                 page.locator("#time").fill("300")
             page.wait_for_timeout(500)  # colours fade in
             page.screenshot(path=folder / f"{name}.png")
-            small(folder / f"{name}.png")
+            shrink(folder / f"{name}.png")
 
 
 def chat(address: str, folder: Path) -> None:
     with browser() as chromium:
-        page = opened(chromium, address, "light", WIDE)
+        page = open_page(chromium, address, "light", WIDE)
         page.get_by_label("rejected drafts").check()
         ask(page, "Write a Python function that counts the words in a file.", 90)
         page.screenshot(path=folder / "chat.png")
-        page = opened(chromium, address, "dark", WIDE)
+        page = open_page(chromium, address, "dark", WIDE)
         page.get_by_label("side by side").check()
         ask(page, "Name the planets in order, with one fact about each.", 90)
         page.screenshot(path=folder / "chat-dark.png")
-        page = opened(chromium, address, "light", PHONE)
+        page = open_page(chromium, address, "light", PHONE)
         ask(page, "Write a JSON list of four fruits, each with a name and a colour.", 110)
         page.screenshot(path=folder / "chat-phone.png")
 
@@ -160,7 +160,7 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
-def opened(browser: Browser, address: str, scheme: str, size: dict[str, int]) -> Page:
+def open_page(browser: Browser, address: str, scheme: str, size: dict[str, int]) -> Page:
     page = browser.new_page(color_scheme=scheme, viewport=size)  # type: ignore[arg-type]  # words
     page.goto(address)
     return page
@@ -185,7 +185,7 @@ LOOKS: dict[str, Look] = {
 }
 
 
-def drawn(folder: Path, name: str, draw: Callable[[Look], str]) -> None:
+def draw_schemes(folder: Path, name: str, draw: Callable[[Look], str]) -> None:
     for scheme, look in LOOKS.items():
         write(folder / f"{name}-{scheme}.svg", draw(look))
 
@@ -248,21 +248,21 @@ def race(
 ) -> None:
     """Measure one answer in both ways; write race-light.svg and race-dark.svg."""
     torch.set_num_threads(2)
-    speculator = lab.loaded(dtype=dtype)
+    speculator = lab.load(dtype=dtype)
     keep_numbers(speculator.model)  # generate then runs the model at its fastest
     ids = encode(speculator.tokenizer, prompt)
     runs = []
     for name, method in (("selfspec", "ngram+exit"), ("model.generate", "hugging-face")):
-        _, *tries = [measured(name, speculator, method, ids, new_tokens) for _ in range(TIMES + 1)]
+        _, *tries = [measure(name, speculator, method, ids, new_tokens) for _ in range(TIMES + 1)]
         runs.append(sorted(tries, key=lambda run: run.seconds)[TIMES // 2])  # without the warm-up
     if len({run.text for run in runs}) > 1:
         raise InvalidOption("the texts differ at a near tie. Give --dtype float32")
-    drawn(folder, "race", partial(race_drawn, runs))
+    draw_schemes(folder, "race", partial(draw_race, runs))
     for run in runs:
         print(f"{run.name}: {run.seconds:.2f} s, first text after {run.pieces[0][1]:.2f} s")
 
 
-def measured(name: str, speculator: Speculator, method: str, ids: Tensor, count: int) -> Run:
+def measure(name: str, speculator: Speculator, method: str, ids: Tensor, count: int) -> Run:
     streamer, start = Arrivals(time.perf_counter), time.perf_counter()
     answer = METHODS[method].decode(speculator, ids, count, {}, streamer)
     text, at, pieces = TextDecoder(speculator.tokenizer), 0, []
@@ -286,7 +286,7 @@ def lines(run: Run) -> Iterator[list[tuple[str, float]]]:
         next(timed, None)  # the newline
 
 
-def race_drawn(runs: Sequence[Run], look: Look) -> str:
+def draw_race(runs: Sequence[Run], look: Look) -> str:
     """The picture: names, texts, times. selfspec is on the left, because that is read first."""
     slow = max(run.seconds for run in runs)
     moments = sorted({second for run in runs for _, second in run.pieces})
@@ -309,11 +309,11 @@ def race_drawn(runs: Sequence[Run], look: Look) -> str:
         body += label(end, left, TOP + LINE * count + 14, colour, weight=700)
         most = max(most, count)
     summary = "; ".join(f"{run.name} in {run.seconds:.1f} seconds" for run in runs)
-    title, style = f"The same answer twice: {summary}", moves(names, slow)
+    title, style = f"The same answer twice: {summary}", animation(names, slow)
     return document(WIDTH, TOP + LINE * most + 44, look, title, body, style)
 
 
-def moves(names: dict[float, str], slow: float) -> str:
+def animation(names: dict[float, str], slow: float) -> str:
     """The style: first shows all text, then none, then each piece from its own moment on."""
     total, rest = REST_S + slow, 100 * REST_S / (REST_S + slow)
     shares = {name: rest + 100 * second / total for second, name in names.items()}
@@ -367,10 +367,10 @@ def bars(summary: Path, folder: Path, over: str = compare.THEIRS) -> None:
     name, names = ("speed", NAMES) if over == compare.THEIRS else ("policies", POLICIES)
     times = {key: overall[key][f"over_{over}"]["ratio"] for key in names if key in overall}
     head = "model.generate" if over == compare.THEIRS else "plain decoding"
-    drawn(folder, name, partial(bars_drawn, times, names, head))
+    draw_schemes(folder, name, partial(draw_bars, times, names, head))
 
 
-def bars_drawn(times: dict[str, float], names: dict[str, str], over: str, look: Look) -> str:
+def draw_bars(times: dict[str, float], names: dict[str, str], over: str, look: Look) -> str:
     """One bar per entry, the slowest first."""
     most = max(times.values())
     rows = []

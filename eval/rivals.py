@@ -31,22 +31,22 @@ def llama(model: str, threads: int, context: int, kind: str) -> Any:
     return Llama(model, draft_model=drafts, logits_all=kind != "plain", verbose=False, **sizes)
 
 
-def by_llama(model: str, threads: int, context: int, asked: dict[str, Any]) -> dict[str, Any]:
+def by_llama(model: str, threads: int, context: int, request: dict[str, Any]) -> dict[str, Any]:
     """Generate an answer; or read a context; or run rows after it, then drop them."""
-    if "ids" not in asked:
+    if "ids" not in request:
         runtime = llama(model, threads, context, "passes")
-        if "front" in asked:
+        if "front" in request:
             runtime.reset()
         front = runtime.n_tokens
-        runtime.eval(asked.get("front") or asked["rows"])
-        if "rows" in asked:
+        runtime.eval(request.get("front") or request["rows"])
+        if "rows" in request:
             runtime.n_tokens = front
         return {}
-    runtime = llama(model, threads, context, "lookup" if asked["lookup"] else "plain")
+    runtime = llama(model, threads, context, "lookup" if request["lookup"] else "plain")
     start, times, token_ids = time.perf_counter(), [], []
     runtime.reset()
-    tokens = runtime.generate(asked["ids"], temp=0.0, top_k=1, repeat_penalty=1.0, reset=True)
-    for token in islice(tokens, asked["count"]):
+    tokens = runtime.generate(request["ids"], temp=0.0, top_k=1, repeat_penalty=1.0, reset=True)
+    for token in islice(tokens, request["count"]):
         token_ids.append(int(token))
         times.append(time.perf_counter() - start)
     return {"token_ids": token_ids, "first_s": times[0], "seconds": times[-1]}
@@ -60,7 +60,7 @@ def openvino(model: str, threads: int, lookup: bool) -> Any:
     return LLMPipeline(model, "CPU", INFERENCE_NUM_THREADS=threads, **drafts)
 
 
-def by_openvino(model: str, threads: int, _: int, asked: dict[str, Any]) -> dict[str, Any]:
+def by_openvino(model: str, threads: int, _: int, request: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
     import openvino_genai
     from openvino import Tensor  # type: ignore[import-not-found]
@@ -75,10 +75,10 @@ def by_openvino(model: str, threads: int, _: int, asked: dict[str, Any]) -> dict
         def end(self) -> None: ...
 
     config = openvino_genai.GenerationConfig()
-    config.max_new_tokens, config.ignore_eos, config.do_sample = asked["count"], True, False
-    if asked["lookup"]:
+    config.max_new_tokens, config.ignore_eos, config.do_sample = request["count"], True, False
+    if request["lookup"]:
         config.num_assistant_tokens, config.max_ngram_size = DRAFTS, 3
-    runtime, ids = openvino(model, threads, asked["lookup"]), np.array([asked["ids"]])
+    runtime, ids = openvino(model, threads, request["lookup"]), np.array([request["ids"]])
     start = time.perf_counter()
     inputs = openvino_genai.TokenizedInputs(Tensor(ids), Tensor(np.ones_like(ids)))
     tokens = runtime.generate(inputs, config, Clock()).tokens[0]

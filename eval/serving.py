@@ -57,7 +57,7 @@ class Heard:
     text: str = ""
     finish: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
-    likely: list[tuple[str, float]] = field(default_factory=list)
+    logprobs: list[tuple[str, float]] = field(default_factory=list)
     """Each token with its log-probability, if requested."""
     error: str | None = None
     arrivals: list[float] = field(default_factory=list)  # seconds to each chunk of a stream's text
@@ -68,10 +68,10 @@ class Heard:
         return int(self.usage.get("completion_tokens", len(self.arrivals)))
 
     @property
-    def said(self) -> list[Any]:
+    def comparable(self) -> list[Any]:
         """The parts that must be equal, however the request was sent."""
         counts = [self.usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")]
-        return [self.error or self.text, self.finish, *counts, self.likely]
+        return [self.error or self.text, self.finish, *counts, self.logprobs]
 
     def take(self, answer: Mapping[str, Any], seconds: float | None = None) -> None:
         """Add a whole answer, or a stream's chunk that arrived after a number of seconds."""
@@ -83,19 +83,19 @@ class Heard:
             text = (choice.get("message") or choice.get("delta") or {}).get("content") or ""
             self.finish = choice.get("finish_reason") or self.finish
             likely = (choice.get("logprobs") or {}).get("content") or []
-            self.likely += [(entry["token"], entry["logprob"]) for entry in likely]
+            self.logprobs += [(entry["token"], entry["logprob"]) for entry in likely]
             self.text += text
             if text and seconds is not None:
                 self.arrivals.append(seconds)
 
 
-def ours(*flags: str) -> list[str]:
+def serve_command(*flags: str) -> list[str]:
     """The command of `selfspec serve`, to which the port is appended."""
     return [sys.executable, "-m", "selfspec", "serve", *flags]
 
 
 @contextmanager
-def served(command: Sequence[str]) -> Iterator[str]:
+def running_server(command: Sequence[str]) -> Iterator[str]:
     """Start a server; yields its address. Raises RuntimeError with its last output if it fails."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -135,17 +135,17 @@ def _wait(address: str, process: subprocess.Popen[bytes]) -> None:
 Work = Callable[[httpx.AsyncClient, Any], Awaitable[None]]
 
 
-async def shared(address: str, clients: int, items: Iterable[Any], work: Work) -> float:
+async def share_work(address: str, clients: int, items: Iterable[Any], work: Work) -> float:
     """Let clients work, each on the next remaining item; returns seconds."""
     queue, limits = iter(items), httpx.Limits()  # none
 
-    async def some() -> None:
+    async def run_client() -> None:
         for item in queue:
             await work(client, item)
 
     async with httpx.AsyncClient(base_url=address, timeout=None, limits=limits) as client:
         start = time.perf_counter()
-        await asyncio.gather(*(some() for _ in range(clients)))
+        await asyncio.gather(*(run_client() for _ in range(clients)))
         return time.perf_counter() - start
 
 
@@ -164,10 +164,10 @@ async def ask(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Heard:
     return heard
 
 
-def question(text: str, tokens: int, **more: Any) -> dict[str, Any]:
+def question(text: str, tokens: int, **fields: Any) -> dict[str, Any]:
     """A request of one user's turn; greedy unless told otherwise."""
     messages = [{"role": "user", "content": text}]
-    return {"messages": messages, "max_tokens": tokens, "temperature": 0, **more}
+    return {"messages": messages, "max_tokens": tokens, "temperature": 0, **fields}
 
 
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
@@ -195,9 +195,9 @@ def load(
     program = str(Path(sys.executable).with_name("transformers"))  # of the same environment
     peer = [program, "serve", folder, "--host", "127.0.0.1"]
     commands = {
-        OURS: ours(*flags),
-        PLAIN: ours(*flags, "--no-speculate"),
-        **({FILE: ours()} if model is None else {}),
+        OURS: serve_command(*flags),
+        PLAIN: serve_command(*flags, "--no-speculate"),
+        **({FILE: serve_command()} if model is None else {}),
         THEIRS: peer,
         BATCHING: [*peer, "--continuous-batching"],
     }
@@ -206,24 +206,24 @@ def load(
     names = [*commands]
     turns = [(turn, name) for turn in range(repeats) for name in names[:: -1 if turn % 2 else 1]]
     loads = list[Load]()
-    for turn, name in lab.each(turns, "serving", "servers"):
-        with served(commands[name]) as address:
+    for turn, name in lab.track(turns, "serving", "servers"):
+        with running_server(commands[name]) as address:
             extra = {"model": folder, **STREAMED} if name in PEERS else STREAMED  # it needs a name
             hello = [question(f"Hello, {number}.", 8, **extra) for number in range(max(plan))]
             warm = Load(texts=max(plan))  # one-time work of a server is not measured
-            loaded(address, hello, warm)
+            run_load(address, hello, warm)
             texts = itertools.cycle(prompts)
             for count, number in plan.items():
                 jobs = [question(text, tokens, **extra) for text in itertools.islice(texts, number)]
                 loads.append(Load(method=name, texts=count, repeat=turn))
-                loaded(address, jobs, loads[-1])
+                run_load(address, jobs, loads[-1])
     summary: dict[str, Any] = {
         "servers": {name: shlex.join(command) for name, command in commands.items()},
         "prompts": len(prompts),
         "tokens": tokens,
         "requests": plan,
         "found": [load.summary() for load in loads],
-        "ahead": ahead(loads),
+        "ahead": relative_rates(loads),
     }
     text = "".join(
         f"- {count} at once: {times:.2f} times the best of transformers serve\n"
@@ -232,7 +232,7 @@ def load(
     lab.finish(output, summary, f"{table(loads)}\n{text}")
 
 
-def loaded(address: str, asked: Sequence[Mapping[str, Any]], load: Load) -> None:
+def run_load(address: str, requests: Sequence[Mapping[str, Any]], load: Load) -> None:
     """Send all requests. Raises RuntimeError for an error, which figures would hide."""
 
     async def work(client: httpx.AsyncClient, body: Mapping[str, Any]) -> None:
@@ -244,10 +244,10 @@ def loaded(address: str, asked: Sequence[Mapping[str, Any]], load: Load) -> None
         pairs = itertools.pairwise(heard.arrivals)
         load.gaps_s += [later - earlier for earlier, later in pairs]
 
-    load.seconds = asyncio.run(shared(address, load.texts, asked, work))
+    load.seconds = asyncio.run(share_work(address, load.texts, requests, work))
 
 
-def ahead(loads: Sequence[Load]) -> dict[int, float]:
+def relative_rates(loads: Sequence[Load]) -> dict[int, float]:
     """By number of clients: our tokens per second with drafts, relative to the best peer's."""
     rates = pd.DataFrame([(load.texts, load.method, load.tokens / load.seconds) for load in loads])
     best = rates.pivot_table(index=0, columns=1, values=2, aggfunc="max")
@@ -272,15 +272,15 @@ def equal(
     """Check that each text over HTTP equals that of `generate` alone."""
     prompts = lab.prompts(questions, limit=requests)
     settings = {"model": model, "heads": heads, "dtype": dtype}
-    speculator, alone = lab.loaded(model, heads, dtype), list[Heard]()
-    for prompt in lab.each(prompts, "alone", "answers"):
+    speculator, alone = lab.load(model, heads, dtype), list[Heard]()
+    for prompt in lab.track(prompts, "alone", "answers"):
         alone.append(without_server(speculator, len(alone), prompt, tokens))
     flags = [part for name, value in settings.items() if value for part in (f"--{name}", value)]
     entries = []
-    with served(ours(*flags)) as address:
+    with running_server(serve_command(*flags)) as address:
         for speculation in (True, False):
             arguments = address, prompts, alone, tokens, concurrency
-            entries.append(compared(*arguments, speculation=speculation))
+            entries.append(compare(*arguments, speculation=speculation))
             print(entries[-1], flush=True)
     summary = {"requests": len(prompts), "concurrency": concurrency, "found": entries}
     header = [name for name in entries[0] if name != "differing"]
@@ -292,7 +292,7 @@ def equal(
 
 def without_server(speculator: Speculator, number: int, prompt: str, tokens: int) -> Heard:
     options: Any = {"max_new_tokens": tokens, "speculate": False, "logprobs": 0, "do_sample": False}
-    if sampled(number):
+    if is_sampled(number):
         options |= {"do_sample": True, "top_k": 0, "min_p": 0.0, "seed": number, **SAMPLED}
     answer = speculator.generate(prompt, **options)
     tokenizer: Any = speculator.tokenizer
@@ -301,18 +301,18 @@ def without_server(speculator: Speculator, number: int, prompt: str, tokens: int
         text=answer.text,
         finish="stop" if answer.stop_reason == "eos" else "length",
         usage=counts | {"completion_tokens": len(answer.token_ids)},
-        likely=[(tokenizer.decode([one.token]), one.logprob) for one in answer.logprobs or ()],
+        logprobs=[(tokenizer.decode([one.token]), one.logprob) for one in answer.logprobs or ()],
     )
 
 
-def sampled(number: int) -> bool:
+def is_sampled(number: int) -> bool:
     return number % 3 == 0
 
 
-def compared(
+def compare(
     address: str,
     prompts: Sequence[str],
-    alone: Sequence[Heard],
+    expected: Sequence[Heard],
     tokens: int,
     concurrency: int,
     *,
@@ -328,7 +328,7 @@ def compared(
         fields: dict[str, Any] = {"speculation": speculation, "logprobs": True}
         if number % 2:
             fields |= STREAMED
-        if sampled(number):
+        if is_sampled(number):
             fields |= {"seed": number, **SAMPLED}
         body = question(prompts[number], tokens, **fields)
         if dice.random() < 0.25:
@@ -337,21 +337,21 @@ def compared(
                 await asyncio.wait_for(ask(client, body), dice.uniform(0.05, 1.0))
         heard[number] = await ask(client, body)
 
-    asyncio.run(shared(address, concurrency, order, work))
+    asyncio.run(share_work(address, concurrency, order, work))
     counts = [answer.usage.get("speculation", {}) for answer in heard.values()]
     return {
         "speculation": speculation,
         "answers": len(heard),
-        "sampled": sum(map(sampled, heard)),
+        "sampled": sum(map(is_sampled, heard)),
         "streams": sum(number % 2 for number in heard),
         "cancelled": cancelled,
         "tokens": sum(answer.tokens for answer in heard.values()),
         "drafted": sum(count.get("num_draft_tokens", 0) for count in counts),
         "accepted": sum(count.get("num_accepted_tokens", 0) for count in counts),
         "differing": {
-            number: [*alone[number].said, "over HTTP:", *answer.said]
+            number: [*expected[number].comparable, "over HTTP:", *answer.comparable]
             for number, answer in sorted(heard.items())
-            if answer.said != alone[number].said
+            if answer.comparable != expected[number].comparable
         },
     }
 

@@ -75,7 +75,7 @@ def main(
     with ExitStack() as stack:
         versions = [stack.enter_context(version(folder, setup)) for folder in (before, after)]
         frame = answers(versions, prompts, new_tokens)
-    unlike = different(frame)
+    unlike = differences(frame)
     print(unlike.to_markdown(index=False) if len(unlike) else "")
     print(f"{len(prompts)} prompts, {dtype}: {len(unlike)} of {len(frame)} answers differ")
     if not bits:
@@ -84,12 +84,12 @@ def main(
 
 
 @contextmanager
-def version(folder: Path, asked: Mapping[str, Any]) -> Iterator[lab.Ask]:
+def version(folder: Path, setup: Mapping[str, Any]) -> Iterator[lab.Ask]:
     """A process of a checkout. Raises InvalidOption if it loads another selfspec than its own."""
     home = folder.resolve()
     env = os.environ | {"PYTHONPATH": str(home)}
-    with lab.answering([sys.executable, "-c", ANSWERS], cwd=home, env=env) as ask:
-        facts = ask(asked)
+    with lab.json_process([sys.executable, "-c", ANSWERS], cwd=home, env=env) as ask:
+        facts = ask(setup)
         if Path(facts["file"]).parents[1] != home:
             raise InvalidOption(f"{sys.executable} takes selfspec from {facts['file']}, not {home}")
         print(f"{folder}: {facts['executor']}")
@@ -99,7 +99,7 @@ def version(folder: Path, asked: Mapping[str, Any]) -> Iterator[lab.Ask]:
 def answers(versions: Sequence[lab.Ask], prompts: Sequence[str], count: int) -> pd.DataFrame:
     """A row per prompt and way, the versions in random order: tokens, seconds, what differs."""
     dice, rows = random.Random(0), []
-    for prompt in lab.each(prompts, "ask", "prompts"):
+    for prompt in lab.track(prompts, "ask", "prompts"):
         for way, options in WAYS.items():
             request = {"prompt": prompt, "max_new_tokens": count, "do_sample": False} | options
             replies = {SIDES[at]: versions[at](request) for at in dice.sample(range(2), 2)}
@@ -112,16 +112,16 @@ def answers(versions: Sequence[lab.Ask], prompts: Sequence[str], count: int) -> 
     return pd.DataFrame(rows)
 
 
-def different(found: pd.DataFrame) -> pd.DataFrame:
+def differences(frame: pd.DataFrame) -> pd.DataFrame:
     """Answers that differ, and how, with the first words of their prompts."""
-    unlike = found.loc[found.differ != "", ["way", "differ", "prompt"]]
+    unlike = frame.loc[frame.differ != "", ["way", "differ", "prompt"]]
     return unlike.assign(prompt=unlike.prompt.str.slice(0, 60))
 
 
-def speeds(found: pd.DataFrame) -> pd.DataFrame:
+def speeds(frame: pd.DataFrame) -> pd.DataFrame:
     """By way: medians of tokens per second, and the speed-up of the second over the first."""
     rows = {}
-    for way, runs in found.groupby("way", sort=False):
+    for way, runs in frame.groupby("way", sort=False):
         gain = speed_up(runs.before, runs.after)
         rates = {f"{one}, tokens/s": (runs[f"{one}_tokens"] / runs[one]).median() for one in SIDES}
         ends = {"ratio": gain.ratio, "low": gain.low, "high": gain.high}

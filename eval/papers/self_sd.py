@@ -50,10 +50,10 @@ def main(
     new_tokens: lab.NewTokens = 32,
     ratio: Annotated[float, typer.Option(help="Largest share of the layers to skip.")] = 0.45,
 ) -> None:
-    speculator = lab.loaded(heads="none", dtype=dtype)
+    speculator = lab.load(heads="none", dtype=dtype)
     prompts = lab.prompts(suite, questions, limit)
     with torch.inference_mode():
-        answers = [written(speculator, turn, new_tokens) for turn in lab.each(prompts, "answers")]
+        answers = [state_of(speculator, turn, new_tokens) for turn in lab.track(prompts, "answers")]
         best = path(speculator, answers, int(ratio * speculator.backbone.num_layers))
     rows = [[*(f"{figure:.3f}" for figure in found[:3]), as_word(found.skipped)] for found in best]
     chosen, tokens = max(best), sum(count for _, count in answers)
@@ -64,7 +64,7 @@ def main(
     lab.finish(output, summary, text)
 
 
-def written(speculator: Speculator, prompt: str, count: int) -> tuple[DecodeState, int]:
+def state_of(speculator: Speculator, prompt: str, count: int) -> tuple[DecodeState, int]:
     """The state after a prompt and its answer by all layers, and the number of answer tokens."""
     request = greedy_request(speculator, prompt, count)
     plain, options = request.only(), replace(request.speculation, speculate=False)
@@ -79,15 +79,15 @@ def path(
 ) -> list[Found]:
     """The best set of each size up to `most`, found greedily. Layer 1 is never skipped."""
     best, chosen = list[Found](), set[int]()
-    for _ in lab.each(range(most), "sizes", "sizes"):
+    for _ in lab.track(range(most), "sizes", "sizes"):
         others = {*range(2, speculator.backbone.num_layers + 1)} - chosen
         candidates = (tuple(sorted({*chosen, layer})) for layer in others)
-        best.append(max(worth(speculator, answers, skipped) for skipped in candidates))
+        best.append(max(measure_drafts(speculator, answers, skipped) for skipped in candidates))
         chosen = {*best[-1].skipped}
     return best
 
 
-def worth(
+def measure_drafts(
     speculator: Speculator, answers: Sequence[tuple[DecodeState, int]], skipped: tuple[int, ...]
 ) -> Found:
     backbone = speculator.backbone
@@ -104,12 +104,12 @@ def worth(
     return Found(tokens / steps, hits / sum(n for _, n in answers), cost.token, skipped)
 
 
-def rounds(right: Sequence[bool], sure: Sequence[float]) -> list[tuple[int, int]]:
-    """Tokens drafted and kept in each round, if drafts are as `right` and `sure` say."""
+def rounds(right: Sequence[bool], confidences: Sequence[float]) -> list[tuple[int, int]]:
+    """Tokens drafted and kept in each round, if drafts are as `right` and `confidences` say."""
     counts, at = [], 0
     while at < len(right):
         most = min(RULE.max_tokens, len(right) - at)
-        unsure = (n + 1 for n in range(most) if sure[at + n] < RULE.threshold)
+        unsure = (n + 1 for n in range(most) if confidences[at + n] < RULE.threshold)
         drafted = next(unsure, most)
         kept = next((n for n in range(drafted) if not right[at + n]), drafted)
         counts.append((drafted, kept))

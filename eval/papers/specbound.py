@@ -67,7 +67,7 @@ def main(
     A draft vocabulary of 4,096 costs two thirds of a layer of the default model, like one of 32,000
     in a model of 7B parameters.
     """
-    base = lab.loaded(model, dtype=dtype, executor="generic")
+    base = lab.load(model, dtype=dtype, executor="generic")
     questions, rows = lab.first_turns(suite, None, limit), list[dict[str, Any]]()
     options = BenchOptions(suite=suite, max_new_tokens=max_new_tokens, repeats=repeats, seed=seed)
     drafts, shares = lab.numbers(max_draft_tokens, int), lab.numbers(wrong_shares, float)
@@ -75,8 +75,8 @@ def main(
     for extra in lab.numbers(extra_layers, int):
         speculator, head = rig(base, questions, layers, extra, draft_vocab_size, max_new_tokens)
         folder = output / f"{extra}-layers-more"
-        ways = [lab.PLAIN, *(dial.turned(head) for dial in dials)]
-        answers = lab.benched(folder, speculator, questions, ways, options)
+        ways = [lab.PLAIN, *(dial.contender(head) for dial in dials)]
+        answers = lab.run_bench(folder, speculator, questions, ways, options)
         rows += points(answers, dials, layers / (layers + extra))
     lab.finish(output, {"points": rows}, f"{NOTE}\n" + as_table(pd.DataFrame(rows)))
 
@@ -95,7 +95,7 @@ def early_model(model: PreTrainedModel, layers: int, extra: int) -> PreTrainedMo
     if not 1 <= layers <= len(decoder.layers):
         raise InvalidOption(f"{layers} layers asked for, the model has {len(decoder.layers)}")
     kept, total = list(decoder.layers[:layers]), layers + extra
-    silent = [_silent(kept[-1], index) for index in range(layers, total)]
+    silent = [_silent_layer(kept[-1], index) for index in range(layers, total)]
     decoder.layers = nn.ModuleList([*kept, *silent])
     config.num_hidden_layers = total
     if (kinds := getattr(config, "layer_types", None)) is not None:
@@ -105,7 +105,7 @@ def early_model(model: PreTrainedModel, layers: int, extra: int) -> PreTrainedMo
     return deep
 
 
-def _silent(layer: Any, index: int) -> nn.Module:
+def _silent_layer(layer: Any, index: int) -> nn.Module:
     """A copy of `layer`, at index `index`, that returns its input unchanged."""
     twin = copy.deepcopy(layer)
     try:
@@ -146,7 +146,7 @@ class Dial(NamedTuple):
     def label(self) -> str:
         return f"{self.drafts} drafts, {self.wrong_share:g} wrong"
 
-    def turned(self, head: DialledHead) -> Contender:
+    def contender(self, head: DialledHead) -> Contender:
         def decode(*inputs: Any) -> Written:
             head.wrong_share = self.wrong_share
             return on_our_runtime(*inputs)
@@ -177,7 +177,7 @@ def rig(
     used = set(itertools.chain.from_iterable(texts))
     others = range(max(0, min(draft_vocab_size, backbone.vocab_size) - len(used)))
     ids, unembedding = torch.tensor(sorted(used | {*others})), backbone.unembedding
-    heads = lab.untrained(backbone, layers, "logit-lens", ids).eval()
+    heads = lab.untrained_heads(backbone, layers, "logit-lens", ids).eval()
     head = DialledHead(unembedding, DraftVocabulary.of(unembedding, ids)).eval()
     heads.by_layer[str(layers)] = head
     return Speculator(backbone, base.tokenizer, heads, base.label, options), head

@@ -85,7 +85,7 @@ def test_agreement_is_counted_by_kind_and_position(
 ) -> None:
     loaded, _, files = load_model(tiny_model, dtype="float32")
     backbone = Backbone(loaded, fingerprint=fingerprint.of_loaded(loaded, files.stamps))
-    heads = lab.untrained(backbone, 0, "deep-fused")
+    heads = lab.untrained_heads(backbone, 0, "deep-fused")
     heads.config = replace(heads.config, base_fingerprint=backbone.fingerprint)
     heads.save(tmp_path / "heads")
     agreement.main([str(tmp_path / "heads")], tmp_path / "out", tiny_model, prompts, new_tokens=9)
@@ -104,7 +104,7 @@ def test_agreement_is_counted_by_kind_and_position(
 def test_peaks_of_memory_are_read_from_the_kernel(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "apart", lambda work, *inputs: work(*inputs))
+    monkeypatch.setattr(memory, "in_new_process", lambda work, *inputs: work(*inputs))
     memory.load(tmp_path, model=tiny_model, dtypes="float32", executors="generic")
     (figures,) = json.loads((tmp_path / "summary.json").read_text())["cases"]
     assert figures["executor"] == "generic"
@@ -167,7 +167,7 @@ def test_both_versions_answer_every_prompt_with_and_without_drafts() -> None:
         assert [request.get("speculate") for request in version.asked] == [False, None] * 2
         assert all(request["max_new_tokens"] == 7 for request in version.asked)
     assert set(frame.differ) == {""}
-    assert two_versions.different(frame).empty
+    assert two_versions.differences(frame).empty
     for row in two_versions.speeds(frame).itertuples(index=False):
         assert tuple(row) == (1.0, 2.0, 2.0, 2.0, 2.0, 2.0)
 
@@ -177,7 +177,7 @@ def test_differing_parts_are_named(part: str) -> None:
     frame = two_versions.answers([Fake(1.0).ask, Fake(1.0, "bc", part).ask], ["a", "bc"], 7)
     assert list(frame.differ) == ["", "", part, part]
     unlike = [("plain", part, "bc"), ("default", part, "bc")]
-    assert [*two_versions.different(frame).itertuples(index=False, name=None)] == unlike
+    assert [*two_versions.differences(frame).itertuples(index=False, name=None)] == unlike
 
 
 # --- llama.cpp and OpenVINO, by stand-ins
@@ -290,7 +290,7 @@ def test_a_missing_program_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match="Give --openvino"):
         compare.main(tmp_path, int4=tmp_path)
     nowhere = str(tmp_path / "python")
-    with pytest.raises(InvalidOption, match="python: No such file"), lab.answering([nowhere]):
+    with pytest.raises(InvalidOption, match="python: No such file"), lab.json_process([nowhere]):
         pass
 
 
@@ -336,7 +336,7 @@ def test_every_part_is_timed_by_rows(
     options: dict[str, Any],
     things: set[str],
 ) -> None:
-    monkeypatch.setattr(micro, "apart", lambda work, *inputs: work(*inputs))
+    monkeypatch.setattr(micro, "in_new_process", lambda work, *inputs: work(*inputs))
     seconds = run(command, tmp_path, model=tiny_model, repeats=1, **options)["seconds"]
     assert seconds.keys() == things
     counts = str(options.get("rows", options.get("lengths"))).split(",")
@@ -353,7 +353,7 @@ def test_brackets_show_shares_of_the_reference() -> None:
     assert lines[2] == "| all layers | 3.000 (0.75) | 6.000 (0.75) |"
     assert micro.as_table("", seconds).splitlines()[2].endswith("6.000 (2.00) |")
     columns = {"limit": {"unembedding": "0.5"}}
-    assert micro.as_table("", seconds, more=columns).splitlines()[3].endswith(" | 0.5 |")
+    assert micro.as_table("", seconds, extra=columns).splitlines()[3].endswith(" | 0.5 |")
 
 
 # --- linear layers
@@ -364,7 +364,7 @@ def test_rates_are_bytes_and_operations_over_time(
 ) -> None:
     monkeypatch.setattr(micro, "memory_rate", lambda _: 30e9)
     monkeypatch.setattr(micro, "arithmetic_rate", lambda _: 150.0)
-    monkeypatch.setattr(micro, "one_layer", lambda *_: {"ours": {1: 0.002, 4: 0.004}})
+    monkeypatch.setattr(micro, "time_layer", lambda *_: {"ours": {1: 0.002, 4: 0.004}})
     monkeypatch.setitem(SHAPES, "odd", Shape(500, 1000, 1, 5, 1, 10**6, 1))
     summary = run(micro.linear, tmp_path, shapes="odd", dtypes="bfloat16", rows="1,4")
     assert summary["memory_gb_s"] == 30.0
@@ -381,12 +381,12 @@ def test_rates_are_bytes_and_operations_over_time(
 @needs_compiler
 def test_a_slow_kernel_is_not_timed_at_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = (32, 16, torch.float32, (1, 2), 0, Clock(micro.CPU, 1))
-    assert {name: [*times] for name, times in micro.one_layer(*arguments).items()} == {
+    assert {name: [*times] for name, times in micro.time_layer(*arguments).items()} == {
         "ours": [1, 2],
         "torch": [1, 2],
     }
     monkeypatch.setattr(micro, "_PATIENCE_S", 0.0)
-    assert all([*times] == [1] for times in micro.one_layer(*arguments).values())
+    assert all([*times] == [1] for times in micro.time_layer(*arguments).values())
 
 
 def test_drafts_at_other_sizes_are_simulated_from_rows(tiny_model: str, tmp_path: Path) -> None:
@@ -456,7 +456,7 @@ def test_steps_that_fail_hang_or_no_longer_fit_are_recorded_and_others_run(tmp_p
     steps = [Step(1, breaks, {}), Step(0.01, hangs, {}), Step(1, works, {})]
     steps.append(Step(61, breaks, {"for": "long"}))
     with pytest.raises(typer.Exit):
-        gpu_hour.carried_out(Hour(tmp_path, None, 1, tiny=True), "some", steps)
+        gpu_hour.run_steps(Hour(tmp_path, None, 1, tiny=True), "some", steps)
     entries = steps_of(tmp_path, "some")
     assert {name: (entry["outcome"], entry.get("said")) for name, entry in entries.items()} == {
         "breaks": ("failed", "no such kernel"),
@@ -474,7 +474,7 @@ def test_without_a_model_file_weights_are_random_and_the_label_says_why(
 ) -> None:
     monkeypatch.setitem(SHAPES, gpu_hour.DEFAULT, Shape(32, 64, 2, 4, 2, 96, 64))
     hour = Hour(tmp_path, tmp_path / "no.gguf", 1, tiny=False)
-    label = hour._loaded(gpu_hour.DEFAULT, gpu_hour.BF16)[2]
+    label = hour._load_parts(gpu_hour.DEFAULT, gpu_hour.BF16)[2]
     assert label.startswith("random weights, smollm2-135m: ")
     assert "no.gguf" in label
 
@@ -493,7 +493,7 @@ def test_the_search_skips_more_layers_and_records_speed_and_cost(
     prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = wrap(make_model("llama", torch.float64, vocab_size=10), make_tokenizer())
-    monkeypatch.setattr(lab, "loaded", lambda **_: tiny)
+    monkeypatch.setattr(lab, "load", lambda **_: tiny)
 
     def run(**options: Any) -> dict[str, Any]:
         self_sd.main(tmp_path, suite=prompts, new_tokens=12, limit=2, **options)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from eval.memory import grown, resident
+from eval.memory import peak_growth, resident_mb
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import check_conformance
 from selfspec.model.generic import Decoder
@@ -38,11 +38,11 @@ def mapped(tmp_path: Path) -> nn.Linear:
 
 def test_memory_is_released_and_values_are_read_again(mapped: nn.Linear) -> None:
     assert (mapped.weight == 1).all()
-    before = resident("RssFile")
+    before = resident_mb("RssFile")
     FilePages().release(mapped)
-    assert before - resident("RssFile") > SIZE - 1
+    assert before - resident_mb("RssFile") > SIZE - 1
     assert (mapped.weight == 1).all()
-    assert before - resident("RssFile") < 1  # read again on access
+    assert before - resident_mb("RssFile") < 1  # read again on access
 
 
 @pytest.mark.parametrize("listed", [True, False])
@@ -53,9 +53,9 @@ def test_changed_or_unknown_weights_are_not_released(
         mapped.weight.data[700, 3] = 3
     else:
         monkeypatch.delattr(psutil.Process, "memory_maps")  # like on other systems
-    expected, before = mapped.weight.clone(), resident("RssFile")
+    expected, before = mapped.weight.clone(), resident_mb("RssFile")
     FilePages().release(mapped)
-    assert before - resident("RssFile") < 1
+    assert before - resident_mb("RssFile") < 1
     assert torch.equal(mapped.weight, expected)
 
 
@@ -84,7 +84,7 @@ def test_packing_needs_little_more_than_one_copy(loaded: PreTrainedModel) -> Non
     size = sum(weight.nbytes for weight in loaded.parameters())
     assert size > 36 * MIB
     backbones: list[Backbone] = []
-    memory = grown(lambda: backbones.append(Backbone(loaded, executor="fused")))
+    memory = peak_growth(lambda: backbones.append(Backbone(loaded, executor="fused")))
     # measured: 1.4 times the model with all that a pass needs, and 2.3 if nothing were released
     assert 1e6 * memory < 1.8 * size
     assert torch.equal(loaded(ids).logits, logits)
@@ -94,6 +94,6 @@ def test_checking_a_model_holds_one_layer_of_it_at_a_time(loaded: PreTrainedMode
     check_conformance(Decoder(make_model("llama")))  # one-time loads are not counted
     size = sum(weight.nbytes for weight in loaded.parameters())
     FilePages().release(loaded)
-    memory = grown(lambda: check_conformance(Decoder(loaded)))
+    memory = peak_growth(lambda: check_conformance(Decoder(loaded)))
     # measured: 0.5 times the model, and 1.4 if nothing were released
     assert 1e6 * memory < 0.9 * size

@@ -389,7 +389,7 @@ PROMPTS = ["Name a river.", "Count to five.", "Say hello."]
 def test_a_load_counts_the_tokens_of_usage(server: Running) -> None:
     load = Load(texts=2)
     requests = [question(text, 6, **serving.STREAMED) for text in (*PROMPTS, *PROMPTS[:2])]
-    serving.loaded(server.address, requests, load)
+    serving.run_load(server.address, requests, load)
     alone = [
         server.speculator.generate(PROMPTS[index % 3], max_new_tokens=6, do_sample=False)
         for index in range(5)
@@ -402,7 +402,7 @@ def test_a_load_counts_the_tokens_of_usage(server: Running) -> None:
 def test_an_error_ends_the_measurement(server: Running) -> None:
     requests = [question("Hello", 4, temperature=9)]
     with pytest.raises(RuntimeError, match=r"status 400.*temperature"):
-        serving.loaded(server.address, requests, Load(texts=1))
+        serving.run_load(server.address, requests, Load(texts=1))
 
 
 def test_ours_is_compared_with_the_best_peer() -> None:
@@ -410,7 +410,7 @@ def test_ours_is_compared_with_the_best_peer() -> None:
         return Load(method=method, texts=4, seconds=seconds, tokens=60, first_s=[0.1, 0.3])
 
     loads = [load(serving.OURS, 1), load(serving.THEIRS, 6), load(serving.BATCHING, 3)]
-    assert serving.ahead(loads) == {4: 3.0}
+    assert serving.relative_rates(loads) == {4: 3.0}
 
 
 def test_differing_answers_are_found(server: Running) -> None:
@@ -418,10 +418,10 @@ def test_differing_answers_are_found(server: Running) -> None:
         serving.without_server(server.speculator, number, prompt, 6)
         for number, prompt in enumerate(PROMPTS)
     ]
-    token, logprob = alone[1].likely[-1]
-    off_by_a_bit = [*alone[1].likely[:-1], (token, math.nextafter(logprob, 0.0))]
-    wrong = [alone[0], replace(alone[1], likely=off_by_a_bit), alone[2]]
+    token, logprob = alone[1].logprobs[-1]
+    off_by_a_bit = [*alone[1].logprobs[:-1], (token, math.nextafter(logprob, 0.0))]
+    wrong = [alone[0], replace(alone[1], logprobs=off_by_a_bit), alone[2]]
     for expected, differing in ((alone, []), (wrong, [1])):
-        report = serving.compared(server.address, PROMPTS, expected, 6, 2, speculation=True)
+        report = serving.compare(server.address, PROMPTS, expected, 6, 2, speculation=True)
         assert list(report["differing"]) == differing
         assert (report["answers"], report["sampled"], report["streams"]) == (3, 1, 1)
