@@ -277,7 +277,7 @@ def measure(name: str, speculator: Speculator, method: str, ids: Tensor, count: 
 def lines(run: Run) -> Iterator[list[tuple[str, float]]]:
     """Yield the wrapped lines, each as pieces that arrived together, with their seconds."""
     timed = iter([second for piece, second in run.pieces for _ in piece])
-    for paragraph in run.text.split("\n"):
+    for paragraph in run.text.replace("\t", " ").split("\n"):  # wrap would make eight letters of it
         for line in textwrap.wrap(paragraph, LETTERS, drop_whitespace=False) or [""]:
             letters = [*zip(line, timed)]  # noqa: B905  # as many as there are
             shown = letters[1:] if line.startswith(" ") else letters

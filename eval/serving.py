@@ -18,6 +18,7 @@ code 1 if anything differs. Everything stays on this machine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -124,11 +125,10 @@ def _wait(address: str, process: subprocess.Popen[bytes]) -> None:
     while time.monotonic() < until:
         if process.poll() is not None:
             raise RuntimeError(f"ended with code {process.returncode}")
-        try:
+        with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{address}/health", timeout=5).status_code == httpx.codes.OK:
                 return
-        except httpx.TransportError:
-            time.sleep(0.1)
+        time.sleep(0.1)
     raise RuntimeError(f"was not ready within {_READY_S:g} seconds")
 
 
