@@ -238,7 +238,7 @@ def passes(
     Beside it: what the memory allows, for the bytes that a pass of one row reads.
     """
     torch.set_num_threads(threads)
-    counts, clock = lab.numbers(rows, int), Clock(CPU, repeats, before=2)
+    counts, clock = lab.numbers(rows, int), Clock(CPU, repeats, warmups=2)
     loaded = {"blocks": Backbone(load_model(model, dtype=dtype, blocks=True)[0])}
     if numbers:
         loaded["numbers"] = Backbone(load_model(model, dtype=loaded["blocks"].dtype)[0])

@@ -98,7 +98,7 @@ def decode(
         entries.append(entry)
         lengths = {kv.length(layer) for layer in range(backbone.num_layers)}
         assert lengths == {state.length - 1}
-        assert state.hidden.pushed == 0
+        assert state.hidden.row_count == 0
     return Decoded(state.ids[0, ids.shape[1] :].tolist(), rule.logits, entries)
 
 

@@ -146,7 +146,7 @@ FORMATS = {
         lambda folder, _: Datastore.of([[1, 2, 3]] * 9, make_tokenizer()).save(
             folder / "it.safetensors"
         ),
-        lambda folder, _: Datastore.read(folder / "it.safetensors").behind([1, 2], 15),
+        lambda folder, _: Datastore.read(folder / "it.safetensors").continuations([1, 2], 15),
     ),
     "a trace": Format(
         ("it.jsonl",),

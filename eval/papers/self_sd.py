@@ -21,7 +21,7 @@ import typer
 from eval import lab
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.costs import DraftCost, token_cost_without
-from selfspec.decoding.drafters.draft_model import drafted_again
+from selfspec.decoding.drafters.draft_model import redraft
 from selfspec.decoding.state import DecodeState, run_alone
 from selfspec.decoding.stats import SKIP
 from selfspec.eval.results import SIX_TASKS
@@ -95,7 +95,7 @@ def measure_drafts(
     cost = replace(cost, token=token_cost_without(skipped, backbone))
     tokens = steps = hits = 0.0
     for state, count in answers:
-        guesses = run_alone(drafted_again(state, skipped, count)).logits.softmax(-1).max(-1)
+        guesses = run_alone(redraft(state, skipped, count)).logits.softmax(-1).max(-1)
         right = (guesses.indices == state.ids[0, -count:]).tolist()
         for drafted, kept in rounds(right, guesses.values.tolist()):
             tokens += kept + 1

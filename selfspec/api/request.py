@@ -43,8 +43,8 @@ from selfspec.decoding.sampling import (
     GrammarMask,
     OccurrencePenalty,
     Sampler,
-    called,
     criterion_for,
+    name_of,
 )
 from selfspec.errors import (
     InvalidOption,
@@ -178,7 +178,7 @@ class Request:
             max_length=max_length,
             end_tokens=self.end_tokens,
             criteria=partial(_has_ended, criteria) if criteria else None,
-            made_for=self.context_length + pad if limit is None else None,
+            context=self.context_length + pad if limit is None else None,
         )
         sampler = self.sampler.for_row(row, rows, pad)
         ids = self.input_ids[row : row + 1]
@@ -231,7 +231,7 @@ def _check_function(option: str, entry: Any) -> None:
         inspect.signature(entry).bind("ids", "scores")
     except TypeError as error:
         raise InvalidOption(
-            f"{option}: {called(entry)} is called with ids and scores. Give a function of two"
+            f"{option}: {name_of(entry)} is called with ids and scores. Give a function of two"
         ) from error
     except ValueError:  # built in, without a signature
         return
@@ -427,7 +427,7 @@ def _has_ended(criteria: list[Any], ids: Tensor) -> bool:
             (verdict,) = verdict
         if not isinstance(verdict, bool):
             raise InvalidOption(
-                f"{called(criterion)} gives {shown(verdict)} for one row, expected True or False"
+                f"{name_of(criterion)} gives {shown(verdict)} for one row, expected True or False"
             )
         ends = ends or verdict
     return ends

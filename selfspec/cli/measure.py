@@ -459,7 +459,7 @@ def _model_facts(args: Args) -> tuple[dict[str, Any], StepSpeed]:
     backbone = Backbone(model, executor=executor)
     if backbone.mixing is not None:
         drafts = f"refused: the rows of a pass change each other ({backbone.mixing})"
-    elif PinnedProbe(backbone).holds_unpadded(SpeculationOptions().widest_pass):
+    elif PinnedProbe(backbone).treats_rows_alike(SpeculationOptions().widest_pass):
         drafts = "no draft moves a bit of a logit"
     elif backbone.dtype == torch.float16:
         drafts = "refused without --pinned: passes of several rows round differently in float16"

@@ -73,7 +73,7 @@ class Draft:
     def tokens_to(self, index: int) -> list[int]:
         return [self.proposed[at].token for at in self.path(index)]
 
-    def following(self, row: int) -> list[int]:
+    def children(self, row: int) -> list[int]:
         """Indices of the tokens after a row: 0 is the newest token's, i + 1 that of token i."""
         return [index for index, draft in enumerate(self.proposed) if draft.parent == row - 1]
 
@@ -224,15 +224,15 @@ class Logprob(NamedTuple):
 class LogprobRule(ObservedRule):
     """Notes log-probabilities of a rule's tokens before all processors, as vLLM does by default."""
 
-    def __init__(self, rule: AcceptanceRule, count: int, noted: list[Logprob]) -> None:
+    def __init__(self, rule: AcceptanceRule, count: int, entries: list[Logprob]) -> None:
         super().__init__(rule)
-        self._count, self._noted = count, noted
+        self._count, self._entries = count, entries
 
     def note(self, logits: Tensor, token: int) -> None:
         logprobs = logits.float().log_softmax(-1)
         best = logprobs.topk(min(self._count, len(logprobs)))
         top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        self._noted.append(Logprob(token, float(logprobs[token]), tuple(top)))
+        self._entries.append(Logprob(token, float(logprobs[token]), tuple(top)))
 
 
 # --- lossy rules, which change the output on purpose: labelled, never a default
@@ -258,12 +258,12 @@ class CmAsd:
 
     lossless = False
 
-    def __init__(self, sampler: Sampler, wanted: rules.CmAsd) -> None:
-        self._sampler, self._wanted = sampler, wanted
-        self._signal: Signal = Ensemble(wanted.weights, wanted.margin_scale)
+    def __init__(self, sampler: Sampler, settings: rules.CmAsd) -> None:
+        self._sampler, self._settings = sampler, settings
+        self._signal: Signal = Ensemble(settings.weights, settings.margin_scale)
 
     def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
-        options, scores = self._wanted, self._sampler.scores(text.ids, target.row(row))[0]
+        options, scores = self._settings, self._sampler.scores(text.ids, target.row(row))[0]
         best = scores.topk(min(options.top_beta, len(scores))).values
         for index, draft in enumerate(proposed):
             confidence = 1.0 if draft.belief is None else float(self._signal(draft.belief.log()))
@@ -296,14 +296,14 @@ class Easd:
 
     lossless = False
 
-    def __init__(self, sampler: Sampler, wanted: rules.Easd) -> None:
-        if wanted.entropy is None:
+    def __init__(self, sampler: Sampler, settings: rules.Easd) -> None:
+        if settings.entropy is None:
             raise InvalidOption(
                 "acceptance easd needs an entropy threshold for this model. Run: selfspec "
                 "calibrate --entropy --data FILE, or give --acceptance easd:entropy=.."
             )
-        self._sampler, self._tokens, self._entropy = sampler, wanted.tokens, wanted.entropy
-        self._least_common = wanted.overlap * wanted.tokens
+        self._sampler, self._tokens, self._entropy = sampler, settings.tokens, settings.entropy
+        self._least_common = settings.overlap * settings.tokens
 
     def verdict(self, text: Prefix, target: Target, row: int, proposed: Proposed) -> Verdict:
         scores = self._sampler.scores(text.ids, target.row(row))[0]
@@ -311,7 +311,7 @@ class Easd:
             if draft.belief is not None and self._ambiguous(scores, draft.belief):
                 ruled_out = scores.new_tensor([draft.token], dtype=torch.long)
                 scores = scores.index_fill(0, ruled_out, -torch.inf)
-            if self._stays(scores, draft):
+            if self._accepts(scores, draft):
                 return Verdict(draft.token, index)
         return Verdict(target_choice(self._sampler, scores))
 
@@ -324,7 +324,7 @@ class Easd:
         flat = torch.minimum(entropy(target), entropy(belief)) > self._entropy
         return bool(flat & (common > self._least_common))
 
-    def _stays(self, scores: Tensor, draft: DraftToken) -> bool:
+    def _accepts(self, scores: Tensor, draft: DraftToken) -> bool:
         if not self._sampler.do_sample:
             return int(scores.argmax(-1)) == draft.token
         # a deterministic draft has a one-hot distribution

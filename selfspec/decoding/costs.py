@@ -48,9 +48,9 @@ class DraftCost:
     num_layers: int = 1
 
     @classmethod
-    def with_costs(cls, asked: Costs, num_layers: int) -> DraftCost:
-        head = USUAL_COST if asked.head is None else asked.head
-        rows, token = asked.rows or (USUAL_COST,), asked.token or 0.0
+    def with_costs(cls, costs: Costs, num_layers: int) -> DraftCost:
+        head = USUAL_COST if costs.head is None else costs.head
+        rows, token = costs.rows or (USUAL_COST,), costs.token or 0.0
         return cls(rows=rows, head=head, token=token, num_layers=num_layers)
 
     @property
@@ -59,7 +59,7 @@ class DraftCost:
         return batch_row_costs(self.rows, self.load.texts)
 
     @property
-    def asking(self) -> float:
+    def head_call(self) -> float:
         """The cost of asking a head for every sequence of the batch: all wait, as one call asks."""
         texts = self.load.texts
         return self.head * (1 + ASKING_ONE_MORE * (texts - 1)) / whole_round(self.rows, texts)
@@ -67,7 +67,7 @@ class DraftCost:
     @property
     def per_token(self) -> float:
         """The cost of an exit head's first draft token, without the layers below the exit."""
-        return self.row_costs[0] + self.asking
+        return self.row_costs[0] + self.head_call
 
     def of(self, draft: Draft) -> float:
         """The cost of `draft`, without tokens of `FREE` sources: these are drafted in any case."""
@@ -84,7 +84,7 @@ class DraftCost:
         """
         exit_layers = [layer for source, layer in origins if source not in FREE]
         token_costs = sum(self.token + layer / self.num_layers for layer in exit_layers)
-        return token_costs + self.asking * heads
+        return token_costs + self.head_call * heads
 
     def steps(self, origins: Sequence[tuple[str, int]], heads: int = 0) -> float:
         """The cost of a round with these drafts, in plain steps. Rows of every source count."""
@@ -140,8 +140,8 @@ def _bytes(part: nn.Module) -> int:
 class ExitOdds:
     """The probabilities of exits for one draft position of a round."""
 
-    at: tuple[float, ...]  # of an exit, by exit layer; the remainder to 1 is a difficult token
-    right: float  # of an exit whose draft is accepted
+    exits: tuple[float, ...]  # of an exit, by exit layer; the remainder to 1 is a difficult token
+    accepted: float  # of an exit whose draft is accepted
 
 
 def expected_gain(
@@ -155,10 +155,10 @@ def expected_gain(
     """
     tokens = reached = alive = steps = 1.0
     for row, odds in zip(costs_by_row(cost.rows), (first, *[later] * (width - 1)), strict=False):
-        alive *= odds.right
+        alive *= odds.accepted
         tokens += alive
         staying = reached
-        for layer, share in zip(layers, odds.at, strict=True):
+        for layer, share in zip(layers, odds.exits, strict=True):
             steps += staying * cost.head + reached * share * layer / cost.num_layers
             staying -= reached * share
         reached -= staying

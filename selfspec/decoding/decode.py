@@ -35,12 +35,12 @@ class StopRule:
     max_length: int  # maximum number of ids, prompt and padding included
     end_tokens: Collection[int] = ()
     criteria: Callable[[Tensor], bool] | None = None  # further criteria, given all ids, [1, n]
-    made_for: int | None = None  # length in ids, padding included, past which a warning is logged
+    context: int | None = None  # length in ids, padding included, past which a warning is logged
 
     def reason(self, state: DecodeState, token: int) -> StopReason | None:
         """Why the sequence ends with its newest `token`, or None."""
-        if self.made_for is not None and state.length == self.made_for + 1:
-            warn_once(BEYOND_CONTEXT, self.made_for - state.pad)
+        if self.context is not None and state.length == self.context + 1:
+            warn_once(BEYOND_CONTEXT, self.context - state.pad)
         if token in self.end_tokens:
             return "eos"
         if self.criteria is not None and self.criteria(state.ids):
@@ -53,9 +53,9 @@ CONTEXT_ENDS = "the model has %d positions here: answers end there, whatever len
 
 
 @functools.cache
-def warn_once(words: str, positions: int) -> None:
+def warn_once(text: str, positions: int) -> None:
     """Warn once about the model's context length."""
-    logger.warning(words, positions)
+    logger.warning(text, positions)
 
 
 def decode_rounds(
@@ -89,7 +89,7 @@ def decode_rounds(
 def enter(state: DecodeState) -> Steps[None]:
     """Run the prompt in the pieces that the engine admits; the last piece is left to `verify`."""
     while True:
-        waiting = state.waiting
+        waiting = state.waiting_ids
         count: int = yield Enter(len(waiting))
         if count >= len(waiting):
             return
@@ -114,14 +114,14 @@ def verify(state: DecodeState, draft: Draft) -> Steps[Target]:
 
     Rows that the drafter did not queue enter here: the last draft, n-gram drafts, a prompt.
     """
-    ids = state.waiting
+    ids = state.waiting_ids
     pending = ids + draft.tokens
-    missing = pending[state.hidden.pushed :]
+    missing = pending[state.hidden.row_count :]
     if missing:
         parents = [*range(-1, len(ids) - 1), *(len(ids) + parent for parent in draft.parents)]
         hidden = yield Embed(state.backbone, missing)
-        state.hidden.push(hidden, parents[state.hidden.pushed :])
-    if (pushed := state.hidden.pushed) != len(pending):
+        state.hidden.push(hidden, parents[state.hidden.row_count :])
+    if (pushed := state.hidden.row_count) != len(pending):
         raise InvalidDraft(f"{pushed} rows were queued for {len(pending)} tokens")
     hidden = yield from state.hidden.advance_all()
     count = len(draft.proposed) + 1
@@ -148,7 +148,7 @@ def commit(
         state.append(verdict.token, row)
         tokens.append(verdict.token)
         if verdict.kept is not None:
-            kept.append(draft.following(row)[verdict.kept])
+            kept.append(draft.children(row)[verdict.kept])
         reason = stop.reason(state, verdict.token)
         if reason is not None:
             break
@@ -176,7 +176,7 @@ def walk(
     """
     row = 0
     while True:
-        children = draft.following(row)
+        children = draft.children(row)
         proposed = [draft.proposed[index] for index in children]
         verdict = rule.verdict(state, target, row, proposed)
         yield row, verdict

@@ -70,7 +70,7 @@ from selfspec.options import as_word
 logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Found = TypeVar("Found")
+Source = TypeVar("Source")
 
 
 def not_traced(function: Function) -> Function:
@@ -105,9 +105,9 @@ class Runtime:
         self.backbone, self.heads, self.draft_model = backbone, heads, draft_model
         self.datastore, self.successors = datastore, ngram.Successors()
         self.layers, self.probe = LayerSearch(backbone.num_layers), PinnedProbe(backbone)
-        self._told: set[str] = set()
+        self._warnings: set[str] = set()
 
-    def text(self, asked: SequenceRequest, options: SpeculationOptions, load: Load) -> Running:
+    def prepare(self, request: SequenceRequest, options: SpeculationOptions, load: Load) -> Running:
         """Prepare a sequence. Raises ModelChanged if a model was changed after it was wrapped."""
         self.backbone.require_unchanged()
         if self.draft_model is not None:
@@ -116,15 +116,15 @@ class Runtime:
         refusal = self._refusal(options) if drafting else None
         options = replace(options, speculate=drafting and refusal is None)
         if options.speculate and options.loss:  # lossy rules need the generator's successive draws
-            asked = replace(asked, sampler=replace(asked.sampler, seed=None))
-        rule, logprobs = self.rule(asked.sampler, options), list[Logprob]()
+            request = replace(request, sampler=replace(request.sampler, seed=None))
+        rule, logprobs = self.rule(request.sampler, options), list[Logprob]()
         if options.speculate and options.uses("successors"):
             rule = ngram.TeachingRule(
-                rule, self.successors, asked.ids[0, asked.pad :][-2:].tolist()
+                rule, self.successors, request.ids[0, request.pad :][-2:].tolist()
             )
-        if asked.logprobs is not None:
-            rule = LogprobRule(rule, asked.logprobs, logprobs)
-        state = self.state(asked, options)
+        if request.logprobs is not None:
+            rule = LogprobRule(rule, request.logprobs, logprobs)
+        state = self.state(request, options)
         watch = Stopwatch()
         stats = GenerationStats(
             num_layers=self.backbone.num_layers,
@@ -136,25 +136,25 @@ class Runtime:
             seconds=watch.seconds,
         )
         if not stats.lossless:
-            self._tell("lossy acceptance: the output differs from the model's own")
-        drafter = self.drafter(asked, options, load)
-        least, start = state.hidden.least, len(state.committed(0))
+            self._warn("lossy acceptance: the output differs from the model's own")
+        drafter = self.drafter(request, options, load)
+        least, start = state.hidden.least_rows, len(state.committed(0))
         counts = range(least, 1 + max(least, options.widest_pass if options.speculate else 1))
         depths = *state.hidden.depths, *state.hidden.state_layers
         self.backbone.capture(start, depths, counts, state.kv.slots)
         if options.uses("draft-model") and (draft_model := self.draft_model) is not None:
             draft_model.capture(start, (0, draft_model.num_layers), range(1, 3))
-        steps = decode_rounds(state, drafter, rule, asked.stop, watch)
+        steps = decode_rounds(state, drafter, rule, request.stop, watch)
         return Running(state=state, steps=steps, stats=stats, logprobs=logprobs)
 
     def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
         """The acceptance rule; experiments may override this to observe verdicts."""
         return acceptance_rule(sampler, options)
 
-    def state(self, asked: SequenceRequest, options: SpeculationOptions) -> DecodeState:
-        shape, kv = PassShape(), asked.kv
+    def state(self, request: SequenceRequest, options: SpeculationOptions) -> DecodeState:
+        shape, kv = PassShape(), request.kv
         if options.pinned:
-            slots = fixed_slots(asked.stop.max_length - asked.pad + options.pinned_rows)
+            slots = fixed_slots(request.stop.max_length - request.pad + options.pinned_rows)
             fixed = PassShape(options.pinned_rows, max(slots, (kv and kv.slots) or 0))
             shape = self.probe.shape(fixed, options.pinned_rows)
             kv = kv or KVCache(self.backbone.num_layers)
@@ -162,8 +162,8 @@ class Runtime:
         heads = self.heads if options.speculate and options.uses("exit") else None
         return DecodeState(
             self.backbone,
-            asked.ids,
-            pad=asked.pad,
+            request.ids,
+            pad=request.pad,
             exit_layers=() if heads is None else heads.layers_in_use(options),
             heads=heads,
             kv=kv,
@@ -208,20 +208,20 @@ class Runtime:
                 cost = replace(cost, head=share)
         return cost if options.costs.token is not None else replace(cost, token=token)
 
-    def drafter(self, asked: SequenceRequest, options: SpeculationOptions, load: Load) -> Drafter:
+    def drafter(self, request: SequenceRequest, options: SpeculationOptions, load: Load) -> Drafter:
         """The drafter of a sequence. Raises HeadsNotFound or InvalidOption for a missing source."""
         if not options.speculate or options.drafter == "none":
             return NoDrafter()
         cost = replace(self.draft_cost(options), load=load)
-        drafter = self._drafter(asked, options, cost)
+        drafter = self._drafter(request, options, cost)
         if options.never_slower:
             return PausableDrafter(drafter, lambda: cost.row_costs[0] >= HOPELESS_COST)
         return drafter
 
     def _drafter(
-        self, asked: SequenceRequest, options: SpeculationOptions, cost: DraftCost
+        self, request: SequenceRequest, options: SpeculationOptions, cost: DraftCost
     ) -> Drafter:
-        sampler, ends = asked.sampler, asked.stop.end_tokens
+        sampler, ends = request.sampler, request.stop.end_tokens
         seen: Trunks | None = None
         if options.uses("ngram"):
             controller = make_controller(options, options.ngram.max_tokens)
@@ -230,7 +230,7 @@ class Runtime:
                 return lookup
         if sampler.grammar is not None:  # forbidden tokens are never proposed
             seen = ngram.GrammarDrafter(sampler.grammar, sampler.pad, options.widest_pass - 1, seen)
-        drafter = NoDrafter() if options.drafter == "ngram" else self._own(asked, options)
+        drafter = NoDrafter() if options.drafter == "ngram" else self._partner(request, options)
         if isinstance(drafter, (RestGuesser, ngram.SuccessorGuesser, HeadGuesser)):
             if not options.never_slower:  # drafts need not pay for themselves
                 cost = replace(cost, rows=(0.0,), head=0.0)
@@ -252,17 +252,17 @@ class Runtime:
             drafter = PausableDrafter(drafter, paying.pauses, paying.learn)
         return drafter if seen is None else ngram.SeenTextFirst(seen, drafter)
 
-    def _own(
-        self, asked: SequenceRequest, options: SpeculationOptions
+    def _partner(
+        self, request: SequenceRequest, options: SpeculationOptions
     ) -> RestGuesser | ngram.SuccessorGuesser | HeadGuesser | Drafter:
         """The drafter that joins prompt lookup: a chain drafter, or a guesser for a tree."""
-        sampler, ends, trees = asked.sampler, asked.stop.end_tokens, self.runs_trees(options)
+        sampler, ends, trees = request.sampler, request.stop.end_tokens, self.runs_trees(options)
 
-        def how(longest: int) -> Drafting:
+        def drafting(longest: int) -> Drafting:
             beliefs = options.acceptance.reads_beliefs
             return Drafting(sampler, make_controller(options, longest), ends, beliefs)
 
-        def there(source: Found | None, need: str) -> Found:
+        def require(source: Source | None, need: str) -> Source:
             if source is None:
                 kind = HeadsNotFound if options.uses("exit") else InvalidOption
                 raise kind(f"drafter {options.drafter} needs {need}")
@@ -270,7 +270,7 @@ class Runtime:
 
         match options.drafter.removeprefix("ngram+"):
             case "rest":
-                store = there(self.datastore, "a datastore. Give --datastore")
+                store = require(self.datastore, "a datastore. Give --datastore")
                 return RestGuesser(store, options.most_drafts, trees=trees)
             case "successors":
                 return ngram.SuccessorGuesser(
@@ -287,15 +287,15 @@ class Runtime:
                     most=options.most_drafts,
                 )
             case "draft-model":
-                cache = asked.draft_cache or self.draft_cache()
-                cache = there(cache, "a second model. Give --draft-model")
-                return DraftModelDrafter(cache, how(options.draft_model.max_tokens))
+                cache = request.draft_cache or self.draft_cache()
+                cache = require(cache, "a second model. Give --draft-model")
+                return DraftModelDrafter(cache, drafting(options.draft_model.max_tokens))
             case "skip":
-                return SkipDrafter(options.skip, self.layers, how(options.skip.max_tokens))
-        heads = there(self.heads, "exit heads, which were not loaded. Start with --heads")
-        return self._of_heads(heads, options, how(options.exit.max_tokens))
+                return SkipDrafter(options.skip, self.layers, drafting(options.skip.max_tokens))
+        heads = require(self.heads, "exit heads, which were not loaded. Start with --heads")
+        return self._heads_drafter(heads, options, drafting(options.exit.max_tokens))
 
-    def _of_heads(
+    def _heads_drafter(
         self, heads: ExitHeads, options: SpeculationOptions, drafting: Drafting
     ) -> HeadGuesser | ExitDrafter:
         layers = heads.layers_in_use(options)  # raises for those that it does not have
@@ -316,22 +316,22 @@ class Runtime:
         else:
             drafter = (AttendingDrafter if attends else ExitDrafter)(heads, judge, drafting)
         if self.backbone.claims.replayed is not None:
-            drafter.ask_once(self.backbone)
+            drafter.warm_up(self.backbone)
         return drafter
 
     def _refusal(self, options: SpeculationOptions) -> str | None:
         """Why nothing may be drafted, for the user, or None."""
         if self.backbone.dtype == torch.float16 and not self._is_pinned(options):
-            self._tell(
+            self._warn(
                 "no drafts in float16: passes of several rows round differently, so drafts would "
                 "change the text. Load the model in bfloat16 or float32, or set pinned"
             )
             return "passes of several rows round differently in float16"
         return self.backbone.mixing
 
-    def _tell(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+    def _warn(self, message: str) -> None:
+        if message not in self._warnings:
+            self._warnings.add(message)
             logger.warning(message)
 
     def _is_pinned(self, options: SpeculationOptions) -> bool:
@@ -339,7 +339,7 @@ class Runtime:
         if options.pinned is not None:
             return options.pinned
         # without drafts no probe is needed, and it would delay the first token
-        return options.speculate and self.probe.holds_unpadded(options.widest_pass)
+        return options.speculate and self.probe.treats_rows_alike(options.widest_pass)
 
 
 # --- chunked prefill: how many rows of prompts join a round; results do not depend on it
@@ -355,7 +355,7 @@ class Pace:
     def __init__(self) -> None:
         self._usual_s: dict[int, float] = {}  # a round without prompts, by its number of texts
         self._row_s: float | None = None  # added by a prompt's row
-        self._newest = 0  # rows of prompts in the newest round that had any
+        self._newest_rows = 0  # rows of prompts in the newest round that had any
 
     def note(self, texts: int, rows: int, seconds: float) -> None:
         """Note the time of a round of `texts` sequences with `rows` rows of prompts."""
@@ -364,9 +364,9 @@ class Pace:
         if rows == 0:
             self._usual_s[texts] = _mean(self._usual_s.get(texts), seconds)
         elif self._usual_s:
-            added = max(seconds - self._usual(texts), 0.0) / rows
+            added = max(seconds - self._usual_seconds(texts), 0.0) / rows
             self._row_s = _mean(self._row_s, added)
-            self._newest = rows
+            self._newest_rows = rows
 
     def rows(self, texts: int, patience: float) -> int:
         """Rows of prompts that make a round of `texts` longer by `patience` rounds; at least 1."""
@@ -375,12 +375,12 @@ class Pace:
         if self._row_s is None:  # nothing measured yet: assume the usual cost
             rows = patience * (1.0 + (texts - 1) * USUAL_COST) / USUAL_COST
             return min(max(int(rows), 1), BULK_ROWS)
-        most = min(2 * self._newest, BULK_ROWS)  # a single fast round may be chance
-        if self._row_s * most <= patience * self._usual(texts):
+        most = min(2 * self._newest_rows, BULK_ROWS)  # a single fast round may be chance
+        if self._row_s * most <= patience * self._usual_seconds(texts):
             return most
-        return max(int(patience * self._usual(texts) / self._row_s), 1)
+        return max(int(patience * self._usual_seconds(texts) / self._row_s), 1)
 
-    def _usual(self, texts: int) -> float:
+    def _usual_seconds(self, texts: int) -> float:
         """Usual seconds for the nearest number of texts seen so far."""
         return self._usual_s[min(self._usual_s, key=lambda count: abs(count - texts))]
 
@@ -405,7 +405,7 @@ class Running:
     ended: bool = False  # whether no more rounds will come
     error: BaseException | None = None  # the error that ended it, if any
     shared: bool = False  # whether passes had rows of other sequences, which changes all costs
-    fresh: deque[Round] = field(default_factory=deque)  # rounds not taken yet
+    new_rounds: deque[Round] = field(default_factory=deque)  # rounds not taken yet
     engine: Engine = field(init=False)
 
     def draft_cost(self, options: SpeculationOptions) -> DraftCost:
@@ -416,20 +416,20 @@ class Running:
 
     def __next__(self) -> Round:
         """The next round. Raises the error that ended the sequence after its last round."""
-        while not self.fresh and not self.ended:
+        while not self.new_rounds and not self.ended:
             self.engine.step()
-        if self.fresh:
-            return self.fresh.popleft()
+        if self.new_rounds:
+            return self.new_rounds.popleft()
         if self.error is not None:
             raise self.error
         raise StopIteration
 
     def take(self) -> list[Round]:
         """Take all new rounds. If there are none, raises the error that ended the sequence."""
-        if self.error is not None and not self.fresh:
+        if self.error is not None and not self.new_rounds:
             raise self.error
-        rounds = list(self.fresh)
-        self.fresh.clear()
+        rounds = list(self.new_rounds)
+        self.new_rounds.clear()
         return rounds
 
     def close(self) -> None:
@@ -495,15 +495,15 @@ class Engine:
         return len(self._waiting)
 
     @not_traced
-    def add(self, asked: SequenceRequest, options: SpeculationOptions) -> Running:
-        """Queue a sequence. Raises as `Runtime.text`, and InvalidOption if it can never fit."""
-        if asked.kv is None:
-            positions = asked.stop.max_length - asked.pad
+    def add(self, request: SequenceRequest, options: SpeculationOptions) -> Running:
+        """Queue a sequence. Raises as `Runtime.prepare`, and InvalidOption if it can never fit."""
+        if request.kv is None:
+            positions = request.stop.max_length - request.pad
             if self._strict:
                 self._store.refuse_too_long(positions)
-            asked = replace(asked, kv=self._store.kv(positions))
+            request = replace(request, kv=self._store.kv(positions))
         with TEAM.limited():  # kernels may be probed
-            running = self.runtime.text(asked, options, self._load)
+            running = self.runtime.prepare(request, options, self._load)
         running.engine = self
         self._waiting.append(running)
         return running
@@ -528,7 +528,7 @@ class Engine:
             self._works.clear()
             raise
         self._pace.note(writing, rows, time.perf_counter() - start)
-        return [running for running in batch if running.ended or running.fresh]
+        return [running for running in batch if running.ended or running.new_rounds]
 
     def cancel(self, running: Running) -> None:
         """Remove a sequence; its committed tokens stay in its state, and the others continue."""
@@ -547,7 +547,7 @@ class Engine:
         while self._waiting and self._admits(self._waiting[0]):
             running = self._waiting.popleft()
             batch[running] = None
-            self._go_on(running)
+            self._resume(running)
         writing, self._writing = self._writing, []
         # sequences that share no pass share no costs either
         shared = len(writing) > 1 and self.runtime.backbone.runs_many
@@ -555,19 +555,19 @@ class Engine:
         batch |= dict.fromkeys(writing)
         for running in writing:
             running.shared |= shared
-            self._go_on(running)
+            self._resume(running)
         patience, entered = self._patience, 0
         room = sys.maxsize if patience is None else self._pace.rows(len(writing), patience)
         for running, pending in list(self._entering.items()):
             if entered >= room:
                 break
             # in pieces, if these give the same bits
-            splits = running.state.hidden.least == 1 and self.runtime.backbone.claims.steady
+            splits = running.state.hidden.least_rows == 1 and self.runtime.backbone.claims.steady
             rows = min(pending, room - entered) if splits else pending
             entered += rows
             batch[running] = None
             del self._entering[running]
-            self._go_on(running, rows)
+            self._resume(running, rows)
         return len(writing), entered
 
     def _admits(self, running: Running) -> bool:
@@ -592,7 +592,7 @@ class Engine:
         batch = next_batch(self._works)
         works = [self._works.pop(running) for running in batch]
         try:
-            results = works[0].done(works, list(self._works.values()))
+            results = works[0].do(works, list(self._works.values()))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # noqa: BLE001  # for readers; a Rust panic is no Exception
@@ -603,9 +603,9 @@ class Engine:
             if result is None:
                 self._works[running] = work
             else:
-                self._go_on(running, result)
+                self._resume(running, result)
 
-    def _go_on(self, running: Running, result: object = None) -> None:
+    def _resume(self, running: Running, result: object = None) -> None:
         if running.ended:  # cancelled in the meantime
             return
         try:
@@ -621,7 +621,7 @@ class Engine:
         elif not isinstance(step, Round):
             self._works[running] = step
         else:
-            running.fresh.append(step)
+            running.new_rounds.append(step)
             if step.stop_reason is None:
                 self._writing.append(running)
                 if step.prefill:

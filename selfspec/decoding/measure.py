@@ -39,7 +39,7 @@ class Clock:
     device: torch.device
     repeats: int  # at least 1
     now: Callable[[], float] = time.perf_counter  # seconds; tests inject their own
-    before: int = 0  # untimed runs before each timed one: another program's threads may still spin
+    warmups: int = 0  # untimed runs before each timed one: another program's threads may still spin
 
     def seconds(self, works: Mapping[Name, Callable[[], object]]) -> dict[Name, float]:
         return {name: statistics.median(laps) for name, laps in self.laps(works).items()}
@@ -50,7 +50,7 @@ class Clock:
         for _ in range(self.repeats + 1):
             for name, work in works.items():
                 with TEAM.limited():  # as in a round: a spinning thread would be timed
-                    for _ in range(self.before):
+                    for _ in range(self.warmups):
                         work()
                     self._wait(self.device)
                     start = self.now()
@@ -255,7 +255,7 @@ def _question(
         text = Attention(heads, backbone.embed)
         text.add(hidden.repeat(context, len(heads.layers)))
 
-    def asked() -> Steps[object]:
+    def steps() -> Steps[object]:
         layer, inputs = next(layers), hidden
         backbone.embed_listed([0])
         if text is not None and (output := (yield from text.read([0] * (context + 1)))) is not None:
@@ -266,7 +266,7 @@ def _question(
         deep = hidden if heads.reads_deep else None
         return (yield Ask(backbone, head, inputs, deep, 1.0, 1))
 
-    return lambda: run_alone(asked())
+    return lambda: run_alone(steps())
 
 
 # --- whether a row's bits depend on the other rows of its pass
@@ -291,30 +291,30 @@ class PinnedProbe:
 
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone
-        self._why_not = cache(partial(why_unpinned, backbone))
+        self._reason = cache(partial(why_unpinned, backbone))
 
     def shape(self, fixed: PassShape, widest: int) -> PassShape:
         """The pass shape that makes bits independent of drafts: any shape, else the `fixed` one.
 
         Raises PinnedUnavailable if neither does, InvalidOption if `fixed` has too many slots.
         """
-        if self._backbone.claims.steady and self._why_not(_ANY, widest) is None:
+        if self._backbone.claims.steady and self._reason(_ANY, widest) is None:
             return _ANY
         if (fixed.slots or 0) > _MOST_SLOTS:
             raise InvalidOption(
                 f"pinned passes would look at {fixed.slots} positions each, expected at most "
                 f"{_MOST_SLOTS}. Lower max_new_tokens, or leave pinned out"
             )
-        if (reason := self._why_not(fixed, widest)) is not None:
+        if (reason := self._reason(fixed, widest)) is not None:
             raise PinnedUnavailable(reason)
         return fixed
 
-    def holds_unpadded(self, widest: int) -> bool:
+    def treats_rows_alike(self, widest: int) -> bool:
         """Whether kernels treat all rows alike without padding, by a quick probe."""
         check, passed = f"rows-{widest}", self._backbone.passed
         if not self._backbone.claims.steady:
             return False
-        if check not in passed and (reason := self._why_not(_ANY, widest, quick=True)) is not None:
+        if check not in passed and (reason := self._reason(_ANY, widest, quick=True)) is not None:
             logger.info("drafts may change bits here: %s", reason)
             return False
         passed.add(check)

@@ -49,13 +49,13 @@ STATELESS = frozenset(
 def processor_for(processor: Any, row: int, rows: int) -> Any:
     """A logits processor for one row; raises InvalidOption if it may mix rows of a batch."""
     if type(processor).__module__ == logits_process.__name__:
-        if attributes := _own(processor, row, rows):
+        if attributes := _row_attributes(processor, row, rows):
             clone = copy.copy(processor)
             vars(clone).update(attributes)
             return clone
         if type(processor).__name__ in STATELESS:
             return processor
-    return _by_itself(processor, row)
+    return _for_row(processor, row)
 
 
 def criterion_for(criterion: Any, row: int, rows: int, max_time: float | None) -> Any:
@@ -72,18 +72,18 @@ def criterion_for(criterion: Any, row: int, rows: int, max_time: float | None) -
         clone = copy.copy(criterion)
         clone.initial_timestamp = time.time()  # this row starts now
         return clone
-    return criterion if kind is stopping_criteria.StopStringCriteria else _by_itself(criterion, row)
+    return criterion if kind is stopping_criteria.StopStringCriteria else _for_row(criterion, row)
 
 
-def called(thing: object) -> str:
-    return str(getattr(thing, "__name__", None) or type(thing).__name__)
+def name_of(function: object) -> str:
+    return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
-def _by_itself(thing: Any, row: int) -> Any:
-    if callable(for_row := getattr(thing, "for_row", None)):
+def _for_row(function: Any, row: int) -> Any:
+    if callable(for_row := getattr(function, "for_row", None)):
         return for_row(row)
     raise InvalidOption(
-        f"{called(thing)} may treat rows of a batch in different ways, but each row is decoded "
+        f"{name_of(function)} may treat rows of a batch in different ways, but each row is decoded "
         "separately here. Give it a method for_row(row), or decode one prompt at a time"
     )
 
@@ -93,13 +93,13 @@ def _part(processor: Any, entries: Any, row: int, rows: int, *, shared: bool = F
     count = len(entries)
     if count != rows and not (shared and count and rows % count == 0):
         raise InvalidOption(
-            f"{called(processor)} was made for {count} rows, the batch has {rows}. Make it anew"
+            f"{name_of(processor)} was made for {count} rows, the batch has {rows}. Make it anew"
         )
     index = row // (rows // count)
     return entries[index : index + 1]
 
 
-def _own(processor: Any, row: int, rows: int) -> dict[str, Any]:
+def _row_attributes(processor: Any, row: int, rows: int) -> dict[str, Any]:
     """The attributes of a transformers processor that differ by row, for `row`."""
     part = partial(_part, processor, row=row, rows=rows)
     match type(processor).__name__:
@@ -159,20 +159,20 @@ class GrammarMask(LogitsProcessor):
 
     stateless = True
 
-    def __init__(self, matcher: LLMatcher, start: int, ends: Collection[int]) -> None:
-        """`start`: ids before the text, padding included; `ends`: the end tokens."""
-        self.start, self._matcher, self._ends = start, matcher, sorted(ends)
+    def __init__(self, matcher: LLMatcher, start: int, end_tokens: Collection[int]) -> None:
+        """`start`: ids before the text, padding included; `end_tokens`: the end tokens."""
+        self.start, self._matcher, self._end_tokens = start, matcher, sorted(end_tokens)
         self._text: list[int] = []
 
     def for_row(self, _row: int) -> GrammarMask:
         matcher = self._matcher.deep_copy()
         matcher.reset()
-        return GrammarMask(matcher, self.start, self._ends)
+        return GrammarMask(matcher, self.start, self._end_tokens)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """[1, n], [1, V] -> [1, V]. Raises InvalidOption if no allowed token is left."""
         self._follow(input_ids[0, self.start :].tolist())
-        allowed = self._allowed(scores.shape[1]).to(scores.device)
+        allowed = self._allowed_mask(scores.shape[1]).to(scores.device)
         masked = scores.masked_fill(~allowed, -math.inf)
         if bool(masked.isneginf().all()):
             raise InvalidOption(
@@ -181,18 +181,18 @@ class GrammarMask(LogitsProcessor):
             )
         return masked
 
-    def forced(self, text: Sequence[int], limit: int) -> list[int]:
+    def forced_tokens(self, text: Sequence[int], limit: int) -> list[int]:
         """At most `limit` tokens that must follow, the end token included."""
         self._follow(text)
         tokens: list[int] = self._matcher.compute_ff_tokens()[:limit]
         if len(tokens) < limit:
             count = self._matcher.try_consume_tokens(tokens)
             if count == len(tokens) and self._matcher.is_stopped():
-                tokens.append(self._ends[0])
+                tokens.append(self._end_tokens[0])
             self._matcher.rollback(count)
         return tokens
 
-    def allows(self, text: Sequence[int], tokens: Sequence[int]) -> int:
+    def count_allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
         self._follow(text)
         return int(self._matcher.validate_tokens(list(tokens)))
 
@@ -210,7 +210,7 @@ class GrammarMask(LogitsProcessor):
                 "forced_eos_token_id, forced_bos_token_id or logits_processor"
             )
 
-    def _allowed(self, vocab_size: int) -> Tensor:
+    def _allowed_mask(self, vocab_size: int) -> Tensor:
         """[V], bool."""
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
@@ -219,8 +219,8 @@ class GrammarMask(LogitsProcessor):
         bits = np.unpackbits(packed, bitorder="little", count=min(vocab_size, 8 * packed.size))
         allowed = torch.zeros(vocab_size, dtype=torch.bool)
         allowed[: bits.size] = torch.from_numpy(bits).bool()
-        if any(allowed[end] for end in self._ends):
-            allowed[self._ends] = True
+        if any(allowed[end] for end in self._end_tokens):
+            allowed[self._end_tokens] = True
         return allowed
 
 
@@ -251,7 +251,7 @@ class Sampler:
     generator: torch.Generator | None = None  # for draws without a seed; None: torch's global one
     seed: int | None = None  # if set, seed, position and probabilities determine each draw
     pad: int = 0  # padding ids before a text, which do not count as positions
-    least: float | None = None  # lower bound that logits are clamped to before processors run
+    lowest: float | None = None  # lower bound that logits are clamped to before processors run
 
     @property
     def grammar(self) -> GrammarMask | None:
@@ -266,9 +266,9 @@ class Sampler:
         """Processed scores of the token after `ids` [1, n]; [1, V] -> [1, V]."""
         # processors read ids and scores, and may write; lm_head may be on another device
         scores = logits.to(ids.device, copy=bool(self.processors))
-        scores = scores if self.least is None else scores.clamp(min=self.least)
+        scores = scores if self.lowest is None else scores.clamp(min=self.lowest)
         for processor in self.processors:
-            scores = _processed(processor, ids, scores)
+            scores = _run_processor(processor, ids, scores)
         return scores
 
     def probs(self, ids: Tensor, logits: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ class Sampler:
             return DraftToken(self.draw(probs, ids.shape[1]), probs=probs, belief=probs)
         return DraftToken(int(scores.argmax(-1)), belief=probs)
 
-    def behind(self, ids: Tensor, token: int) -> Tensor:
+    def with_token(self, ids: Tensor, token: int) -> Tensor:
         """`ids` [1, n] with `token` appended; unchanged for plain greedy, which ignores them."""
         if self.is_plain_greedy:
             return ids
@@ -299,11 +299,11 @@ class Sampler:
             if tokens[0] != _OTHERS:
                 return tokens[0]
             others = probs.index_fill(0, probs.topk(min(_RACING, len(probs))).indices, 0.0)
-            return _found(others, probs.new_tensor([share], dtype=torch.float64))
+            return _pick(others, probs.new_tensor([share], dtype=torch.float64))
         options: Any = {"dtype": torch.float64, "device": probs.device, "generator": self.generator}
-        return _found(probs, torch.rand(1, **options))
+        return _pick(probs, torch.rand(1, **options))
 
-    def foreseen(
+    def likely_draws(
         self, probs: Tensor, place: int, count: int, doubt: float
     ) -> tuple[list[int], list[float]]:
         """The likeliest seeded draws after `place` ids: `count` tokens, their chances descending.
@@ -333,8 +333,8 @@ class Sampler:
         """The same choice, with only the processors that may run on uncommitted tokens."""
         # a head may know none of the tokens that a grammar allows: all then get equal scores
         processors = [p for p in self.processors if is_stateless(p)]
-        least = None if self.grammar is None else _UNKNOWN
-        return replace(self, processors=LogitsProcessorList(processors), least=least)
+        lowest = None if self.grammar is None else _UNKNOWN
+        return replace(self, processors=LogitsProcessorList(processors), lowest=lowest)
 
     def for_row(self, row: int, rows: int, pad: int = 0) -> Sampler:
         """The sampler of row `row` of a batch; its seed is the batch's plus `row`."""
@@ -351,7 +351,7 @@ class Sampler:
         return replace(self, seed=seed, generator=generator)
 
 
-def _found(probs: Tensor, share: Tensor) -> int:
+def _pick(probs: Tensor, share: Tensor) -> int:
     """The token at which the cumulative sum of `probs` [V] reaches `share` [1], in [0, 1)."""
     sums = probs.cumsum(0, dtype=torch.float64)
     index = torch.searchsorted(sums, sums[-1:] * share, right=True)
@@ -365,7 +365,7 @@ _OTHERS, _WHICH = -1, -2  # pseudo token ids: the others as one, and the choice 
 
 
 def _race(probs: Tensor, number: int) -> tuple[list[int], np.ndarray[Any, Any], float]:
-    """Tokens of [V] sorted by arrival time, fastest first, these times, and a share for `_found`.
+    """Tokens of [V] sorted by arrival time, fastest first, these times, and a share for `_pick`.
 
     A time is an exponential variable divided by the token's probability. The variable depends on
     the token id and `number` alone, so two distributions with one number mostly share the winner.
@@ -386,7 +386,7 @@ def _race(probs: Tensor, number: int) -> tuple[list[int], np.ndarray[Any, Any], 
 
 def _uniform(number: int, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """A number in (0, 1) for each of `ids`, which are >= -2."""
-    bits = _stepped(number, (ids + 2).astype(np.uint64)) >> 11
+    bits = _splitmix64(number, (ids + 2).astype(np.uint64)) >> 11
     shares: np.ndarray[Any, Any] = (bits.astype(np.float64) + 0.5) * 2.0**-53
     return shares
 
@@ -401,10 +401,10 @@ def _check_whole(total: float) -> None:
 
 def mixed_seed(seed: int, place: int) -> int:
     """A 64-bit seed for one position; each bit of `seed` or `place` changes half of its bits."""
-    return int(_stepped(_stepped(seed, 0), place))
+    return int(_splitmix64(_splitmix64(seed, 0), place))
 
 
-def _stepped(number: Any, step: Any) -> Any:
+def _splitmix64(number: Any, step: Any) -> Any:
     """Advance a 64-bit number or array by `step` + 1 steps and mix it, as splitmix64 does.
 
     Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators".
@@ -426,7 +426,7 @@ def is_stateless(processor: object) -> bool:
     return kind.__module__ == logits_process.__name__ and kind.__name__ in STATELESS
 
 
-def _processed(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
+def _run_processor(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
     """Run a processor; InvalidOption if one of transformers' fails, users' errors pass through."""
     try:
         output = processor(ids, scores)
@@ -435,11 +435,11 @@ def _processed(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
             raise
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InvalidOption(
-            f"{called(processor)} failed: {reason}. Change its option, or leave it out"
+            f"{name_of(processor)} failed: {reason}. Change its option, or leave it out"
         ) from error
     if not isinstance(output, Tensor) or output.shape != scores.shape:
         shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise InvalidOption(
-            f"{called(processor)} gives {shape}, expected scores of shape {list(scores.shape)}"
+            f"{name_of(processor)} gives {shape}, expected scores of shape {list(scores.shape)}"
         )
     return output

@@ -34,16 +34,16 @@ class Work(Protocol):
     """One computation that a sequence waits for."""
 
     @property
-    def turn(self) -> tuple[int, int, int]:
+    def priority(self) -> tuple[int, int, int]:
         """Priority; the smallest goes first. Works that run no layers precede all others."""
         return 0, 0, 0
 
     @property
-    def likeness(self) -> Hashable:
-        """Works of equal likeness can be batched."""
+    def batch_key(self) -> Hashable:
+        """Works of equal keys can be batched."""
         return id(self)
 
-    def done(self, alike: Sequence[Any], others: Sequence[Work], /) -> Sequence[Any]:
+    def do(self, alike: Sequence[Any], others: Sequence[Work], /) -> Sequence[Any]:
         """Do the works `alike`, this one included; returns a result for each, None: unfinished.
 
         A pass stops at the layer where rows of `others` wait, so that they can join its next part.
@@ -63,10 +63,10 @@ class Embed(Work):
     ids: Sequence[int]
 
     @property
-    def likeness(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         return Embed, id(self.backbone)
 
-    def done(self, alike: Sequence[Embed], _others: Sequence[Work]) -> Sequence[Tensor]:
+    def do(self, alike: Sequence[Embed], _others: Sequence[Work]) -> Sequence[Tensor]:
         ids = [token for work in alike for token in work.ids]
         return list(self.backbone.embed_listed(ids).split([len(work.ids) for work in alike]))
 
@@ -81,27 +81,27 @@ class Run(Work):
     first: int
     last: int
     parents: Sequence[int] | None = None  # the row that each row follows, as in a Span
-    least: int = 1  # minimum rows of a pass: shorter passes are padded
-    states: Sequence[int] = ()  # layers whose output is kept in `kept`
-    kept: dict[int, Tensor] = field(default_factory=dict)
+    least_rows: int = 1  # minimum rows of a pass: shorter passes are padded
+    state_layers: Sequence[int] = ()  # layers whose output is kept in `layer_states`
+    layer_states: dict[int, Tensor] = field(default_factory=dict)
 
     @property
-    def turn(self) -> tuple[int, int, int]:
+    def priority(self) -> tuple[int, int, int]:
         """Small models first, since they draft; then the earliest layers."""
         return 1, self.backbone.num_layers, self.first
 
     @property
-    def likeness(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         return (Run, id(self.backbone), self.first) if _joins(self) else id(self)
 
-    def done(self, alike: Sequence[Run], others: Sequence[Work]) -> list[Tensor | None]:
+    def do(self, alike: Sequence[Run], others: Sequence[Work]) -> list[Tensor | None]:
         """Run one pass, up to the first layer where one of them ends or one of `others` waits."""
         backbone, first, stop = self.backbone, self.first, min(work.last for work in alike)
         for other in others:
             if isinstance(other, Run) and other.backbone is backbone and first < other.first < stop:
                 stop = other.first
-        states: dict[int, list[Tensor]] = {layer: [] for work in alike for layer in work.states}
-        blocks = [with_zeros(work.hidden, work.least) for work in alike]  # padded if alone
+        states: dict[int, list[Tensor]] = {layer: [] for run in alike for layer in run.state_layers}
+        blocks = [with_zeros(work.hidden, work.least_rows) for work in alike]  # padded if alone
         rows = Rows.joined([work._rows(len(b)) for work, b in zip(alike, blocks, strict=True)])
         hidden = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         outputs = backbone.run(hidden, first, stop, rows, states)
@@ -112,11 +112,11 @@ class Run(Work):
         layer_states = {layer: torch.cat(pieces) for layer, pieces in states.items() if pieces}
         for layer, block in layer_states.items():
             for work, part in zip(alike, block[:count].split(counts), strict=True):
-                work.kept[layer] = part
+                work.layer_states[layer] = part
         for work, output in zip(alike, outputs[:count].split(counts), strict=True):
             work.hidden, work.first = output, stop
             if stop in states:
-                work.kept[stop] = output
+                work.layer_states[stop] = output
         return [work.hidden if work.first == work.last else None for work in alike]
 
     def _rows(self, count: int) -> Rows:
@@ -140,19 +140,19 @@ class Ask(Work):
     signal: Signal | None = None
 
     @property
-    def likeness(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         return Ask, id(self.head), self.temperature, self.count, self.signal
 
-    def done(self, alike: Sequence[Ask], _others: Sequence[Work]) -> list[Answer]:
-        replayed, hidden = self.backbone.claims.replayed, [work.hidden for work in alike]
+    def do(self, alike: Sequence[Ask], _others: Sequence[Work]) -> list[Answer]:
+        replay, hidden = self.backbone.claims.replayed, [work.hidden for work in alike]
         inputs = [self.hidden if len(alike) == 1 else torch.cat(hidden)]
         if (deep := joined([work.deep for work in alike], hidden, self.head.beside)) is not None:
             inputs.append(deep)
-        output = replayed(self.likeness, self._asked, *inputs) if replayed else self._asked(*inputs)
+        output = replay(self.batch_key, self._answer, *inputs) if replay else self._answer(*inputs)
         answer = Answer.read(*output)
-        return [answer.part(slice(*ends)) for ends in _ends(hidden)]
+        return [answer.part(slice(*ends)) for ends in _bounds(hidden)]
 
-    def _asked(self, hidden: Tensor, deep: Tensor | None = None) -> tuple[Tensor, ...]:
+    def _answer(self, hidden: Tensor, deep: Tensor | None = None) -> tuple[Tensor, ...]:
         features, logits = self.head.asked(hidden, deep)
         numbers = scored(self.head, logits, self.temperature, self.count, self.signal)
         return features, logits, numbers
@@ -168,10 +168,10 @@ class AskAhead(Work):
     count: int  # tokens wanted per head
 
     @property
-    def likeness(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         return AskAhead, id(self.heads), self.temperature, self.count
 
-    def done(self, alike: Sequence[AskAhead], _others: Sequence[Work]) -> list[Answer]:
+    def do(self, alike: Sequence[AskAhead], _others: Sequence[Work]) -> list[Answer]:
         features = self.heads.ahead(torch.cat([work.state for work in alike]))
         head, rows = self.heads.first, len(features) // len(alike)
         logits = head.unembed(features)
@@ -185,18 +185,18 @@ class Unembed(Work):
 
     backbone: Backbone
     hidden: Tensor
-    least: int = 1  # minimum rows of the pass, as in a Run
+    least_rows: int = 1  # minimum rows of the pass, as in a Run
 
     @property
-    def likeness(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         return (Unembed, id(self.backbone)) if _joins(self) else id(self)
 
-    def done(self, alike: Sequence[Unembed], _others: Sequence[Work]) -> list[Target]:
+    def do(self, alike: Sequence[Unembed], _others: Sequence[Work]) -> list[Target]:
         hidden = [work.hidden for work in alike]
         block = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
-        normed, logits = self.backbone.unembed(with_zeros(block, self.least))
+        normed, logits = self.backbone.unembed(with_zeros(block, self.least_rows))
         target = Target(logits, normed)
-        return [target.part(slice(*ends)) for ends in _ends(hidden)]
+        return [target.part(slice(*ends)) for ends in _bounds(hidden)]
 
 
 @dataclass(eq=False)
@@ -205,7 +205,7 @@ class Enter(Work):
 
     rows: int
 
-    def done(self, alike: Sequence[Enter], _others: Sequence[Work]) -> list[int]:
+    def do(self, alike: Sequence[Enter], _others: Sequence[Work]) -> list[int]:
         return [work.rows for work in alike]
 
 
@@ -228,7 +228,7 @@ def run_alone(steps: Steps[Result]) -> Result:
 
 def do_alone(work: Work) -> Any:
     """Do one work while no other waits; returns its result."""
-    (result,) = work.done([work], [])
+    (result,) = work.do([work], [])
     return result
 
 
@@ -238,19 +238,19 @@ def next_batch(waiting: Mapping[Key, Work]) -> list[Key]:
     Sequences that still draft catch up with those that wait for deeper layers, so that all rows of
     a round run through the deep layers together.
     """
-    first = min(waiting, key=lambda key: waiting[key].turn)
+    first = min(waiting, key=lambda key: waiting[key].priority)
     if len(waiting) == 1:
         return [first]
-    alike = waiting[first].likeness
-    return [key for key, work in waiting.items() if work.likeness == alike]
+    alike = waiting[first].batch_key
+    return [key for key, work in waiting.items() if work.batch_key == alike]
 
 
 def _joins(work: Run | Unembed) -> bool:
     """Whether this work may share a pass with other sequences."""
-    return work.least == 1 and work.backbone.runs_many
+    return work.least_rows == 1 and work.backbone.runs_many
 
 
-def _ends(parts: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+def _bounds(parts: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     return pairwise(accumulate(map(len, parts), initial=0))
 
 
@@ -289,18 +289,18 @@ class HiddenCache:
         self.depths = 0, *exit_layers, backbone.num_layers  # the layer of each boundary
         self.passes: list[Pass] = []  # of this round, so far
         self.state_layers = state_layers
-        self._passed: dict[int, Tensor] = {}  # states of the last pass, by layer
+        self._pass_states: dict[int, Tensor] = {}  # states of the last pass, by layer
         self.states: Tensor | None = None
         """States of the rows that last ran to the end, layers side by side, [rows, layers * d]."""
         self._backbone = backbone
         self._kv = kv
-        self.least = pinned_rows or 1  # minimum rows of every pass
+        self.least_rows = pinned_rows or 1  # minimum rows of every pass
         self._queues: list[list[Tensor]] = [[] for _ in self.depths]
         self._parents: list[int] = []
         """The parent of each row of the round, in order of entry; -1: the committed text."""
 
     @property
-    def pushed(self) -> int:
+    def row_count(self) -> int:
         """The number of rows queued in this round."""
         return len(self._parents)
 
@@ -308,7 +308,7 @@ class HiddenCache:
         """Queue [T, d] at boundary 0; no `parents`: a chain. Raises InvalidDraft after a tree."""
         if not self._is_chain:
             raise InvalidDraft("rows cannot be queued behind a tree: queue them with it")
-        chain = range(self.pushed - 1, self.pushed - 1 + len(embeddings))
+        chain = range(self.row_count - 1, self.row_count - 1 + len(embeddings))
         self._parents += chain if parents is None else parents
         self._queues[0].append(embeddings)
 
@@ -326,11 +326,11 @@ class HiddenCache:
         step = Pass(len(hidden), self.depths[boundary], self.depths[until])
         if step.first < step.last:  # exit layer 0 is the embedding
             self.passes.append(step)
-            tree, least = self._tree(step), self.least
-            work = Run(self._backbone, self._kv, hidden, step.first, step.last, tree, least)
-            work.states = self.state_layers
+            tree, least_rows = self._tree(step), self.least_rows
+            work = Run(self._backbone, self._kv, hidden, step.first, step.last, tree, least_rows)
+            work.state_layers = self.state_layers
             hidden = yield work
-            self._passed = work.kept
+            self._pass_states = work.layer_states
         self._queues[boundary].clear()
         self._queues[until].append(hidden)
         return hidden
@@ -347,14 +347,14 @@ class HiddenCache:
             yield from self.advance(boundary, until)
         hidden = self.rows(last)
         if self.state_layers:
-            by_layer = {0: inputs, **self._passed, self.depths[-1]: hidden}
+            by_layer = {0: inputs, **self._pass_states, self.depths[-1]: hidden}
             states = [by_layer[layer].to(hidden.device) for layer in self.state_layers]
             self.states = torch.cat(states, dim=-1)
         return hidden
 
     def unembed(self, hidden: Tensor) -> Steps[Target]:
         """Logits of rows at boundary L, [T, d]."""
-        target: Target = yield Unembed(self._backbone, hidden, self.least)
+        target: Target = yield Unembed(self._backbone, hidden, self.least_rows)
         return target
 
     def clear(self, passes: Sequence[Pass] = ()) -> None:
@@ -416,12 +416,12 @@ class DecodeState:
         )
         self.pad = pad
         self._committed: list[int] = ids[0, pad:].tolist()
-        self._judged = 0  # rows of the round whose logits give the next committed tokens
+        self._judged_rows = 0  # rows of the round whose logits give the next committed tokens
         self.normed: Tensor | None = None
         """The normed output of layer L for these rows, [k + 1, d]."""
         self._states: Tensor | None = None
         self._path: list[int] = []  # accepted rows of the round, the newest token's first
-        self._written = ids.shape[1]  # ids in the buffer; later ones are written by `ids`
+        self._buffer_end = ids.shape[1]  # ids in the buffer; later ones are written by `ids`
         self._buffer = torch.cat([ids, ids.new_zeros(1, max(ids.shape[1], 256))], dim=1)
         self.begin()
 
@@ -433,12 +433,12 @@ class DecodeState:
     @property
     def ids(self) -> Tensor:
         """All committed ids, padding included, [1, n]; a view."""
-        if self._written < self.length:
+        if self._buffer_end < self.length:
             while self.length > self._buffer.shape[1]:
                 self._buffer = torch.cat([self._buffer, torch.zeros_like(self._buffer)], dim=1)
-            for token in self._committed[self._written - self.pad :]:
-                self._buffer[0, self._written].fill_(token)  # assigning uploads (torch 2.11)
-                self._written += 1
+            for token in self._committed[self._buffer_end - self.pad :]:
+                self._buffer[0, self._buffer_end].fill_(token)  # assigning uploads (torch 2.11)
+                self._buffer_end += 1
         return self._buffer[:, : self.length]
 
     @property
@@ -450,7 +450,7 @@ class DecodeState:
         return self._committed[start:]
 
     @property
-    def waiting(self) -> list[int]:
+    def waiting_ids(self) -> list[int]:
         """Ids that have not run through all layers: the prompt, later the newest token."""
         return self._committed[self.kv.length(self.backbone.num_layers - 1) :]
 
@@ -468,7 +468,7 @@ class DecodeState:
 
     def judge(self, count: int) -> None:
         """Note that the last `count` = k + 1 rows give the next committed tokens."""
-        self._judged, self._path, self.normed = count, [], None
+        self._judged_rows, self._path, self.normed = count, [], None
         states = self.hidden.states
         self._states = None if states is None else states[-count:]
 
@@ -502,8 +502,8 @@ class DecodeState:
         else:
             path = self._path[: len(self._committed) - 1 - newest]
             self.kv.keep(newest, path)
-            if self.hidden.states is not None and self._judged:
-                offset = len(self.hidden.states) - self._judged
+            if self.hidden.states is not None and self._judged_rows:
+                offset = len(self.hidden.states) - self._judged_rows
                 self.keep_states([*range(offset), *(offset + row for row in path)])
         self.hidden.clear()
 

@@ -284,14 +284,14 @@ class TextRows:
     states: Tensor  # [n, d]: the layer's second input, beside the tokens
     positions: Sequence[int]
     sees: Tensor | None  # [n, rows held + n]: what each row attends to; None: everything
-    turn = (0, 0, 0)
+    priority = (0, 0, 0)
 
     @property
-    def likeness(self) -> Hashable:
+    def batch_key(self) -> Hashable:
         """Rows of all texts of these heads can be batched."""
         return TextRows, id(self.text.heads)
 
-    def done(self, alike: Sequence[TextRows], _others: object) -> list[Tensor]:
+    def do(self, alike: Sequence[TextRows], _others: object) -> list[Tensor]:
         """The layer's output for each, [n, d]."""
         return self.text.heads.run(alike)
 

@@ -554,7 +554,7 @@ class Metrics:
     def count_rounds(self, answer: Answer) -> None:
         """Count the rounds of an answer that have not been taken yet."""
         running = answer.running
-        for entry in running.fresh:
+        for entry in running.new_rounds:
             self.count("generation_tokens", by=len(entry.tokens))
             self.count("tokens_by_source", MODEL, by=len(entry.tokens) - entry.accepted)
             if entry.prefill:
@@ -567,7 +567,7 @@ class Metrics:
             for position, index in enumerate(entry.kept):
                 self.count("spec_decode_num_accepted_tokens_per_pos", position)
                 self.count("tokens_by_source", entry.sources[index])
-        if any(entry.tokens for entry in running.fresh):
+        if any(entry.tokens for entry in running.new_rounds):
             now = time.perf_counter()
             if answer.newest_s is None:
                 self._histograms["time_to_first_token_seconds"].observe(now - answer.job.arrival_s)

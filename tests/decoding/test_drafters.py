@@ -24,7 +24,7 @@ from selfspec.decoding.drafters.draft_model import (
     WINDOW,
     DraftCache,
     DraftModelDrafter,
-    drafted_again,
+    redraft,
 )
 from selfspec.decoding.drafters.ngram import LookaheadDrafter, NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.rest import BEHIND, DOUBT, Datastore, RestGuesser, suffix_array
@@ -208,11 +208,11 @@ def test_prompt_lookup_must_promise_more_than_the_other_drafter_has_given(
     drafter = SeenTextFirst(make_drafter(width=1), other)
     for _ in range(rounds):
         drafter.learn(ask(drafter, text), [0])
-    rate = drafter._other_gives
+    rate = drafter._other_yield
     other.pauses = pauses
     if pauses:
         drafter.learn(ask(drafter, text), [])
-    assert (drafter._other_gives, len(other.heard)) == (rate, rounds)
+    assert (drafter._other_yield, len(other.heard)) == (rate, rounds)
     assert ask(drafter, Text([*text.tokens, 1])).tokens == expected
 
 
@@ -507,8 +507,8 @@ def test_redrafting_a_window_gives_the_models_tokens_and_keeps_caches(executor: 
     ids = random_ids(9)
     text = torch.cat([ids, torch.tensor([own_text(backbone, ids, 12)])], dim=1)
     state, untouched = entered(backbone, text), entered(backbone, text)
-    assert run_alone(drafted_again(state, (), 12)).best == text[0, 9:].tolist()
-    assert run_alone(drafted_again(state, (2, 3, 4, 5), 12)).best != text[0, 9:].tolist()
+    assert run_alone(redraft(state, (), 12)).best == text[0, 9:].tolist()
+    assert run_alone(redraft(state, (2, 3, 4, 5), 12)).best != text[0, 9:].tolist()
     assert lengths(state) == {20}
     draft, expected = (drafted(skipping(skipped=(3,)), one) for one in (state, untouched))
     assert draft.tokens == expected.tokens
@@ -526,7 +526,7 @@ def test_an_unsure_token_ends_a_draft_and_a_dropped_draft_leaves_nothing(precise
         works = skipping(skipped=(3,), threshold=0.0).draft(state, 20, Stopwatch())
         work = next(works)
         for _ in range(6):
-            work = works.send(work.done([work], [])[0])
+            work = works.send(work.do([work], [])[0])
         assert lengths(state) == {8, 9, 10}
         works.close()
     assert lengths(state) == {8}
@@ -550,7 +550,7 @@ def test_the_threshold_moves_as_self_sd_moves_it() -> None:
 def test_a_search_keeps_the_best_set_and_ends() -> None:
     search = draft_model.LayerSearch(12)
     assert search.skipped == (2, 4, 6, 8, 10)
-    first, second = search.drawn(), search.drawn()
+    first, second = search.draw(), search.draw()
     assert first != second
     assert all(len(drawn) == 4 and set(drawn) <= {*range(2, 12)} for drawn in (first, second))
     search.learn(first, 0.5)
@@ -565,7 +565,7 @@ def test_a_search_keeps_the_best_set_and_ends() -> None:
     fresh = draft_model.LayerSearch(12)
     fresh.learn(second, 0.96)
     assert (fresh.skipped, fresh.goes_on) == (second, False)
-    assert draft_model.LayerSearch(3).drawn() == (2,)  # at least one, even of few layers
+    assert draft_model.LayerSearch(3).draw() == (2,)  # at least one, even of few layers
     assert not draft_model.LayerSearch(2).goes_on
 
 
@@ -574,22 +574,22 @@ def test_a_search_keeps_the_best_set_and_ends() -> None:
 
 def test_two_tokens_come_before_one_and_the_newest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     table = ngram.Successors()
-    assert table.behind([1, 2]).tokens == []
+    assert table.guesses([1, 2]).tokens == []
     table.learn([1, 2], [5, 6], 5)
     table.learn([3, 2], [7, 8], 7)
-    assert list(table.behind([1, 2]).tokens) == [5, 6]
-    assert list(table.behind([9, 2]).tokens) == [7, 8]  # by the last token alone
-    chances = table.behind([1, 2]).chances
+    assert list(table.guesses([1, 2]).tokens) == [5, 6]
+    assert list(table.guesses([9, 2]).tokens) == [7, 8]  # by the last token alone
+    chances = table.guesses([1, 2]).chances
     for _ in range(300):
         table.learn([1, 2], [6, 5], 5)
-    guesses = table.behind([1, 2])
+    guesses = table.guesses([1, 2])
     assert (list(guesses.tokens), guesses.chances[0] < chances[0]) == ([6, 5], True)
     assert list(guesses.chances) == sorted(guesses.chances, reverse=True)
     monkeypatch.setattr(ngram, "_MOST", 2)  # the oldest entries make room
     table = ngram.Successors()
     for first in (1, 2, 1, 3):
         table.learn([first, first], [first + 10], 0)
-    assert [list(table.behind([n, n]).tokens) for n in (1, 2, 3)] == [[11], [], [13]]
+    assert [list(table.guesses([n, n]).tokens) for n in (1, 2, 3)] == [[11], [], [13]]
 
 
 def test_a_table_learns_the_tokens_after_the_two_newest_ones() -> None:
@@ -598,7 +598,7 @@ def test_a_table_learns_the_tokens_after_the_two_newest_ones() -> None:
     for token in (3, 4):
         rule.note(torch.eye(9)[token], token)
     table.learn([9, 3], [7], 7)
-    assert [table.behind([first, 3]).tokens[0] for first in (2, 9, 8)] == [4, 7, 7]
+    assert [table.guesses([first, 3]).tokens[0] for first in (2, 9, 8)] == [4, 7, 7]
 
 
 # --- lookahead
@@ -731,7 +731,7 @@ def test_the_heaviest_prefixes_after_the_longest_suffix_are_found(seed: int) -> 
     newest = [dice.randrange(3) for _ in range(dice.randrange(1, 20))]
     (expected, matched), store = weights(texts, newest), store_of(*texts)
     for most in (4, 15, 10_000):
-        trie = store.behind(newest, most)
+        trie = store.continuations(newest, most)
         paths = {(*path, token) for path, guesses in trie.items() for token in guesses.tokens}
         assert paths <= expected.keys()
         sizes = sorted((count for path, count in expected.items() if path), reverse=True)
@@ -754,7 +754,7 @@ def test_a_suffix_array_sorts_places_by_the_ids_from_there_on() -> None:
 def test_many_hits_are_thinned_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of(*([1, 2, 3] for _ in range(30)), *([1, 2, 4] for _ in range(60)))
     monkeypatch.setattr(rest, "HITS", 9)
-    guesses = store.behind([1, 2], 15)[()]
+    guesses = store.continuations([1, 2], 15)[()]
     assert (guesses.tokens, guesses.chances) == ((4, 3), (6 / (9 + 4), 3 / (9 + 4)))
 
 

@@ -149,7 +149,7 @@ def test_a_text_in_a_batch_has_the_same_drafts_as_alone(
         heads: Any = (ladder.attending_heads if attends else ladder.medusa_heads)(backbone)
         return Runtime(backbone, heads, None)
 
-    owner, name = (AttendingHeads, "run") if attends else (AskAhead, "done")
+    owner, name = (AttendingHeads, "run") if attends else (AskAhead, "do")
     texts = noted(monkeypatch, owner, name, lambda _, works, *__: len(works))
     common = random_ids(90, seed=9)
     prompts = [torch.cat([common, random_ids(3 + n, seed=n)], 1) for n in range(3)]
@@ -228,14 +228,14 @@ def test_heads_recover_from_an_interrupt_within_a_round(
     expected = ladder.decode(generic, ids, twin, heads=heads)
     state = DecodeState(generic, ids, heads=heads)
     setup = state, drafter, StopRule(max_length=30 + ladder.NEW_TOKENS)
-    passes, original = itertools.count(1), Run.done
+    passes, original = itertools.count(1), Run.do
 
-    def done(work: Any, *args: Any) -> Any:
+    def do(work: Any, *args: Any) -> Any:
         if next(passes) == at:
             raise KeyboardInterrupt
         return original(work, *args)
 
-    monkeypatch.setattr(Run, "done", done)
+    monkeypatch.setattr(Run, "do", do)
     with pytest.raises(KeyboardInterrupt):
         list(rounds(*setup))
     list(rounds(*setup))

@@ -219,11 +219,11 @@ def test_a_long_prompt_runs_in_pieces_while_others_continue(runtime: Listening) 
     engine.step()
     late = Wanted(random_ids(300, seed=5), None, PLAIN)
     second = engine.add(late.asked(), PLAIN)
-    while not second.fresh:
-        count = len(first.fresh)
+    while not second.new_rounds:
+        count = len(first.new_rounds)
         engine.step()
-        assert len(first.fresh) == count + 1 or first.ended
-    assert len(first.fresh) > 3
+        assert len(first.new_rounds) == count + 1 or first.ended
+    assert len(first.new_rounds) > 3
     (entry,) = second.take()
     assert len(entry.passes) > 3
     assert sum(rows for rows, _, _ in entry.passes) == 300

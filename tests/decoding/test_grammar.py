@@ -155,11 +155,11 @@ def mask(grammar: Grammar) -> GrammarMask:
 def test_forced_tokens_end_with_the_end_token(words: PreTrainedTokenizerFast) -> None:
     grammar: Any = wanted_grammar({"grammar": 'start: ("yes" | "no") ", of course."'})
     grammar_mask = mask(grammar)
-    forced = grammar_mask.forced(words("yes")["input_ids"], 50)
+    forced = grammar_mask.forced_tokens(words("yes")["input_ids"], 50)
     assert words.decode(forced) == ", of course.<end>"
-    assert grammar_mask.forced(words("yes")["input_ids"], 2) == forced[:2]
-    assert grammar_mask.forced([], 5) == []
-    assert grammar_mask.forced([], 0) == []
+    assert grammar_mask.forced_tokens(words("yes")["input_ids"], 2) == forced[:2]
+    assert grammar_mask.forced_tokens([], 5) == []
+    assert grammar_mask.forced_tokens([], 0) == []
 
 
 def test_forced_tokens_are_the_trunk_despite_any_rival(words: PreTrainedTokenizerFast) -> None:

@@ -604,7 +604,7 @@ def test_the_draft_that_equals_the_targets_own_draw_is_kept() -> None:
 def test_guesses_are_the_draws_of_a_seed_without_replacement() -> None:
     sampler = sampler_of(7)
     for place in range(40):
-        tokens, chances = sampler.foreseen(laws.TARGET, place, 4, doubt=1.0)
+        tokens, chances = sampler.likely_draws(laws.TARGET, place, 4, doubt=1.0)
         probs, drawn = laws.TARGET.clone(), list[int]()
         for _ in range(4):
             drawn.append(sampler.draw(probs, place))
@@ -617,7 +617,7 @@ def test_guesses_are_the_draws_of_a_seed_without_replacement() -> None:
 def test_tokens_that_race_together_are_no_guess() -> None:
     flat = torch.full((1000,), 0.001)  # tokens that race together win most races
     for place in range(20):
-        tokens, chances = sampler_of(7).foreseen(flat, place, 3, doubt=1.0)
+        tokens, chances = sampler_of(7).likely_draws(flat, place, 3, doubt=1.0)
         assert len(tokens) == 3
         assert min(tokens) >= 0
         assert sum(chances) < 0.4
@@ -632,7 +632,7 @@ def test_near_temperature_0_a_guess_has_the_chance_of_a_greedy_one() -> None:
     logits = torch.tensor([[1.0, 0.9, 0.7, 0.4]])
     sampler, ids = heated(0.01), random_ids(3)
     for place in range(5):
-        tokens, chances = sampler.foreseen(sampler.probs(ids, logits), place, 4, doubt=2.0)
+        tokens, chances = sampler.likely_draws(sampler.probs(ids, logits), place, 4, doubt=2.0)
         assert chances == pytest.approx((logits[0] / 2.0).softmax(0)[tokens].tolist(), abs=0.02)
 
 
@@ -644,7 +644,7 @@ def test_a_guess_is_right_as_often_as_its_chance_says(temperature: float, doubt:
     for place in range(count):
         draft = 2.0 * torch.randn(1, 5, generator=generator)
         noise = -torch.empty(1, 5).exponential_(generator=generator).log()
-        tokens, chances = sampler.foreseen(sampler.probs(ids, draft), place, 2, doubt)
+        tokens, chances = sampler.likely_draws(sampler.probs(ids, draft), place, 2, doubt)
         drawn = sampler.draw(sampler.probs(ids, draft + doubt * noise), place)
         expected += chances[1]
         right += drawn == tokens[1]
@@ -663,7 +663,7 @@ def test_every_drafter_draws_at_the_place_of_its_token(
     request, runtime = call.row(1), speculator.runtime
     state, drafter = runtime.state(request, options), runtime.drafter(request, options, Load())
     next(rounds(state, NoDrafter(), request.stop, GreedyMatch(request.sampler)))
-    guesses, foreseen = dict[int, set[int]](), Sampler.foreseen
+    guesses, foreseen = dict[int, set[int]](), Sampler.likely_draws
 
     def noted(self: Sampler, probs: Tensor, place: int, *args: Any) -> Any:
         guess = foreseen(self, probs, place, *args)
@@ -671,7 +671,7 @@ def test_every_drafter_draws_at_the_place_of_its_token(
         guesses.setdefault(place, set()).update(guess[0])
         return guess
 
-    monkeypatch.setattr(Sampler, "foreseen", noted)
+    monkeypatch.setattr(Sampler, "likely_draws", noted)
     with state.round():
         draft = run_alone(drafter.draft(state, 9, Stopwatch()))
     assert len(draft.tokens) > 1

@@ -65,15 +65,15 @@ def test_heads_read_the_deep_states_that_they_were_fitted_to(precise: Backbone) 
 
 def test_states_are_kept_at_any_stop_of_a_pass(precise: Backbone) -> None:
     hidden, layers = precise.embed(random_ids(4)[0]), (2, 3, 5)
-    works = [Run(precise, KVCache(6), hidden, 0, last, states=layers) for last in (6, 3)]
-    outcome, _ = works[0].done(works, [])
+    works = [Run(precise, KVCache(6), hidden, 0, last, state_layers=layers) for last in (6, 3)]
+    outcome, _ = works[0].do(works, [])
     assert (outcome, works[0].first) == (None, 3)
-    (output,) = works[0].done(works[:1], [])
-    run = Run(precise, KVCache(6), hidden, 0, 6, states=layers)
-    (expected,) = run.done([run], [])
+    (output,) = works[0].do(works[:1], [])
+    run = Run(precise, KVCache(6), hidden, 0, 6, state_layers=layers)
+    (expected,) = run.do([run], [])
     torch.testing.assert_close(output, expected)
     for layer in layers:
-        torch.testing.assert_close(works[0].kept[layer], run.kept[layer])
+        torch.testing.assert_close(works[0].layer_states[layer], run.layer_states[layer])
 
 
 # --- rounds over the queues
@@ -100,7 +100,7 @@ class ScriptedHeads:
     def asked(self, hidden: Tensor, deep: Tensor | None) -> tuple[Tensor, Tensor]:
         assert hidden.shape == (1, 32)
         # rows entered since the round began: the newest token's, then one per draft
-        step = self.state.hidden.pushed - 1
+        step = self.state.hidden.row_count - 1
         self.seen.append((step, self.layer, hidden))
         token = self.decide(step, self.layer)
         logits = torch.zeros(1, VOCAB_SIZE)
@@ -238,7 +238,7 @@ def test_an_error_in_any_pass_leaves_the_committed_text(
         next(loop)
     assert state.ids[0].tolist() == truth[: 6 if passes else 5]
     assert {state.kv.length(layer) for layer in range(8)} == {5 if passes else 0}
-    assert state.hidden.pushed == 0
+    assert state.hidden.row_count == 0
     watched.passes_until_error = -1
     list(decode(state, scripted([None] * 8), max_length=20))
     assert state.ids[0].tolist() == truth[:20]

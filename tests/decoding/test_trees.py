@@ -131,7 +131,7 @@ class Fan:
     """A guesser with the same guesses everywhere; records its calls."""
 
     source = EXIT
-    once = False
+    asks_once = False
 
     def __init__(self, best: Sequence[tuple[int, float]] = BEST) -> None:
         self.best = best
@@ -140,9 +140,9 @@ class Fan:
     def begin(self, state: DecodeState) -> None:
         self.asked.append([])
 
-    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
-        self.asked[-1].append(len(asked))
-        return no_work([Likeliest(*map(list, zip(*self.best, strict=True))) for _ in asked])
+    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+        self.asked[-1].append(len(nodes))
+        return no_work([Likeliest(*map(list, zip(*self.best, strict=True))) for _ in nodes])
 
 
 def grown(
@@ -219,7 +219,7 @@ def test_prompt_lookup_gives_the_trunk_and_heads_branch_beside_and_after_it() ->
     trunk = [at for at, token in enumerate(draft.proposed) if token.source == "ngram"]
     assert [draft.tokens[index] for index in trunk] == alone.tokens
     branches = [at for at, token in enumerate(draft.proposed) if token.source == "exit"]
-    assert [draft.tokens[index] for index in draft.following(0)] == [4, 9]  # no duplicates
+    assert [draft.tokens[index] for index in draft.children(0)] == [4, 9]  # no duplicates
     first = next(index for index in branches if len(draft.path(index)) == 1)
     rest = 1.0 - draft.proposed[trunk[0]].chance
     # 4 is taken: its chance is removed
@@ -268,7 +268,7 @@ class Draws:
     """A guesser that draws the next token from a table of distributions [V, V]."""
 
     source = EXIT
-    once = False
+    asks_once = False
 
     def __init__(self, table: Tensor, sampler: Sampler, count: int) -> None:
         self.table, self.sampler, self.count = table, sampler, count
@@ -276,8 +276,8 @@ class Draws:
     def begin(self, state: Any) -> None:
         self.state = state
 
-    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
-        last = [self.state.tokens[-1] if at < 0 else draft.tokens[at] for at in asked]
+    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+        last = [self.state.tokens[-1] if at < 0 else draft.tokens[at] for at in nodes]
         return no_work([Sampled(self.table[token], self.sampler, self.count) for token in last])
 
 

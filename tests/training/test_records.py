@@ -71,7 +71,7 @@ def test_the_cost_model_predicts_a_simulated_scheduler() -> None:
     for _ in range(rounds):
         kept, alive = 0, True
         for place in range(3):
-            exits_at, right = odds[place > 0].at, odds[place > 0].right
+            exits_at, right = odds[place > 0].exits, odds[place > 0].accepted
             seconds += 0.2 + cost.head
             draw = dice.random()
             if draw >= exits_at[0]:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from selfspec import options as asked
+from selfspec import options as parts
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.sampling import DraftToken, Sampler
@@ -56,9 +56,9 @@ class Drafting:
 class ChoosingDrafter(PacedDrafter):
     """Base of drafters that choose tokens from logits."""
 
-    def __init__(self, how: Drafting) -> None:
-        super().__init__(how.controller, how.end_tokens)
-        self.sampler, self.beliefs = how.sampler.for_drafts(), how.beliefs
+    def __init__(self, drafting: Drafting) -> None:
+        super().__init__(drafting.controller, drafting.end_tokens)
+        self.sampler, self.beliefs = drafting.sampler.for_drafts(), drafting.beliefs
 
 
 class DraftWriter:
@@ -70,11 +70,11 @@ class DraftWriter:
         self.draft = Draft(ended="width" if width <= limit else "budget")
         self._source, self._drafter = source, drafter
 
-    def add(self, one: DraftToken, confidence: float) -> None:
+    def add(self, choice: DraftToken, confidence: float) -> None:
         proposed = self.draft.proposed
-        proposed.append(one._replace(parent=len(proposed) - 1, source=self._source))
+        proposed.append(choice._replace(parent=len(proposed) - 1, source=self._source))
         self.room -= 1
-        if one.token in self._drafter.end_tokens:
+        if choice.token in self._drafter.end_tokens:
             self.stop("eos")
         elif self.room and not self._drafter.controller.go_on(confidence):
             self.stop("unsure")
@@ -118,10 +118,10 @@ class DraftController:
 class BoundedController(DraftController):
     """Base of controllers whose length varies between bounds."""
 
-    def __init__(self, length: int, wanted: asked.Bounded, longest: int) -> None:
-        """No draft exceeds `longest`, whatever `wanted` says."""
-        self._shortest, self._longest = wanted.shortest, longest
-        super().__init__(int(self._clip(length)), getattr(wanted, "threshold", None))
+    def __init__(self, length: int, settings: parts.Bounded, longest: int) -> None:
+        """No draft exceeds `longest`, whatever `settings` says."""
+        self._shortest, self._longest = settings.shortest, longest
+        super().__init__(int(self._clip(length)), getattr(settings, "threshold", None))
 
     def _clip(self, length: float) -> float:
         return min(float(self._longest), max(float(self._shortest), length))
@@ -151,9 +151,9 @@ class GammaTune(BoundedController):
     equation 8 with the increased A. With a `threshold` this is GammaTune+, section 4.2.
     """
 
-    def __init__(self, length: int, wanted: asked.GammaTune, longest: int) -> None:
-        super().__init__(length, wanted, longest)
-        self._rate, self._step = wanted.rate, wanted.step
+    def __init__(self, length: int, settings: parts.GammaTune, longest: int) -> None:
+        super().__init__(length, settings, longest)
+        self._rate, self._step = settings.rate, settings.step
         self._mean = float(self._length)
 
     def end(self, drafted: int, accepted: int) -> None:
@@ -171,10 +171,10 @@ class CmAsdLength(BoundedController):
     k_max positions, which a sequential drafter cannot know; here over those drafted so far.
     """
 
-    def __init__(self, wanted: asked.CmAsdLength, longest: int) -> None:
-        super().__init__(longest, wanted, longest)
-        self.signal = Ensemble(wanted.weights, wanted.margin_scale)
-        self._scale = wanted.scale
+    def __init__(self, settings: parts.CmAsdLength, longest: int) -> None:
+        super().__init__(longest, settings, longest)
+        self.signal = Ensemble(settings.weights, settings.margin_scale)
+        self._scale = settings.scale
 
     def begin(self) -> int:
         self._drafted, self._total = 0, 0.0
@@ -189,11 +189,11 @@ class CmAsdLength(BoundedController):
 
 def make_controller(options: SpeculationOptions, length: int) -> DraftController:
     settings, longest = options.controller, options.longest_draft(length)
-    if isinstance(settings, asked.CmAsdLength):
+    if isinstance(settings, parts.CmAsdLength):
         return CmAsdLength(settings, longest)
-    if isinstance(settings, asked.GammaTune):
+    if isinstance(settings, parts.GammaTune):
         return GammaTune(length, settings, longest)
-    if isinstance(settings, asked.Bounded):
+    if isinstance(settings, parts.Bounded):
         return Heuristic(length, settings, longest)
     return DraftController(length, getattr(settings, "threshold", None))
 
@@ -207,13 +207,13 @@ class Guesser(Protocol):
     """Guesses the tokens that follow the tokens of a draft."""
 
     source: str  # of its tokens, by the names in `stats`
-    once: bool  # whether a round's first question answers the later ones, which are then free
+    asks_once: bool  # whether a round's first question answers the later ones, which are then free
 
     def begin(self, state: DecodeState) -> None:
         """Begin a round; its draft follows the text of `state`."""
 
-    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
-        """Guesses after each of `asked`: ROOT, or tokens of `draft` whose parents were asked."""
+    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+        """Guesses after each of `nodes`: ROOT, or tokens of `draft` whose parents were asked."""
 
 
 @dataclass(frozen=True)
@@ -285,4 +285,4 @@ def guesses_after(
     if sampler.seed is None:
         return Sampled(probs, sampler, count)
     # with a seed, verification compares with the seeded draw and needs no distributions
-    return Likeliest(*sampler.foreseen(probs, ids.shape[1], count, doubt))
+    return Likeliest(*sampler.likely_draws(probs, ids.shape[1], count, doubt))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from selfspec import options as asked
+from selfspec import options as parts
 from selfspec.decoding.acceptance import Draft, Target
 from selfspec.decoding.drafters.base import ChoosingDrafter, Drafting, DraftWriter
 from selfspec.decoding.sampling import DraftToken
@@ -39,13 +39,13 @@ class DraftCache:
         self._vocab_size = backbone.vocab_size if vocab_size is None else vocab_size
         self._kv = KVCache(backbone.num_layers)
         self._hidden = HiddenCache(backbone, self._kv)
-        self._ran: list[int] = []
+        self._cached_ids: list[int] = []
 
     def rewind(self, ids: list[int]) -> list[int]:
         """Keep the prefix shared with `ids`; returns the ids still to run, at least one."""
-        shared = common_prefix(self._ran, ids[:-1])
+        shared = common_prefix(self._cached_ids, ids[:-1])
         self._kv.truncate(shared)
-        del self._ran[shared:]
+        del self._cached_ids[shared:]
         return ids[shared:]
 
     def run(self, ids: list[int]) -> Steps[Tensor]:
@@ -55,7 +55,7 @@ class DraftCache:
         inputs = [min(token, self.backbone.vocab_size - 1) for token in ids]
         self._hidden.push((yield Embed(self.backbone, inputs)))
         hidden = yield from self._hidden.advance_all()
-        self._ran += ids
+        self._cached_ids += ids
         target = yield from self._hidden.unembed(hidden[-1:])
         logits = target.row(0)
         missing = self._vocab_size - logits.shape[1]
@@ -68,8 +68,8 @@ class DraftModelDrafter(ChoosingDrafter):
     The next round drops rejected tokens from its cache, and runs the last draft token if accepted.
     """
 
-    def __init__(self, cache: DraftCache, how: Drafting) -> None:
-        super().__init__(how)
+    def __init__(self, cache: DraftCache, drafting: Drafting) -> None:
+        super().__init__(drafting)
         self._cache = cache
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
@@ -83,7 +83,7 @@ class DraftModelDrafter(ChoosingDrafter):
             choice = self.sampler.choose(ids, logits, believe=self.beliefs)
             writer.add(choice, 1.0 if signal is None else float(signal(logits)))
             rows = [choice.token]
-            ids = self.sampler.behind(ids, choice.token)
+            ids = self.sampler.with_token(ids, choice.token)
         return writer.draft
 
 
@@ -140,25 +140,25 @@ class LayerSearch:
 
     def __init__(self, num_layers: int) -> None:
         self.skipped = tuple(range(2, num_layers, 2))  # the best set so far; initially SWIFT's
-        self._between = range(2, num_layers)
+        self._candidates = range(2, num_layers)
         self._random = random.Random(0)
-        self._best, self._tries, self._failed = 0.0, 0, 0
+        self._best, self._tries, self._failures = 0.0, 0, 0
 
     @property
     def goes_on(self) -> bool:
-        enough = self._best > _ENOUGH or not self._between
-        return not (enough or self._failed > _PATIENCE or self._tries > _MOST)
+        enough = self._best > _ENOUGH or not self._candidates
+        return not (enough or self._failures > _PATIENCE or self._tries > _MOST)
 
-    def drawn(self) -> tuple[int, ...]:
-        count = max(1, int(_RATIO * len(self._between)))  # skipping none is right, but no draft
-        return tuple(sorted(self._random.sample(self._between, count)))
+    def draw(self) -> tuple[int, ...]:
+        count = max(1, int(_RATIO * len(self._candidates)))  # skipping none is right, but no draft
+        return tuple(sorted(self._random.sample(self._candidates, count)))
 
     def learn(self, skipped: tuple[int, ...], right: float) -> None:
         """Note the share of tokens that were `right` when these layers were skipped."""
         self._tries += 1
-        self._failed += 1
+        self._failures += 1
         if right > self._best:
-            self.skipped, self._best, self._failed = skipped, right, 0
+            self.skipped, self._best, self._failures = skipped, right, 0
 
 
 class SkipDrafter(ChoosingDrafter):
@@ -170,26 +170,26 @@ class SkipDrafter(ChoosingDrafter):
     else it falls, unless W_max ended the draft.
     """
 
-    def __init__(self, options: asked.Skip, search: LayerSearch, how: Drafting) -> None:
-        super().__init__(how)
+    def __init__(self, options: parts.Skip, search: LayerSearch, drafting: Drafting) -> None:
+        super().__init__(drafting)
         self._skipped, self._search = options.skipped, search
         self.threshold, self._target, self._rate = options.threshold, options.target, 0.0
-        self._begun: int | None = None  # ids before the answer
+        self._prompt_length: int | None = None  # ids before the answer
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         """Up to min(limit, W_max) tokens; caches are left unchanged."""
         if self._skipped is None:
-            yield from self._try_one(state)
+            yield from self._try_layers(state)
         writer = DraftWriter(self, limit, source=SKIP)
         length, ids, rows = state.kv.length(), state.ids, state.committed(-1)
         while writer.room:
             target = yield from logits_without(state, rows, self._skipped or self._search.skipped)
-            choice, confidence, signal = self._said(ids, target.row(0))
+            choice, confidence, signal = self._choose(ids, target.row(0))
             writer.add(choice, signal)
             if writer.room and confidence < self.threshold:
                 writer.stop("unsure")
             rows = [choice.token]
-            ids = self.sampler.behind(ids, choice.token)
+            ids = self.sampler.with_token(ids, choice.token)
         state.kv.truncate(length)
         return writer.draft
 
@@ -200,7 +200,7 @@ class SkipDrafter(ChoosingDrafter):
             step = _STEP if self._rate < self._target else 0.0 if draft.ended == "width" else -_STEP
             self.threshold += (1.0 - _MOMENTUM) * step
 
-    def _said(self, ids: Tensor, logits: Tensor) -> tuple[DraftToken, float, float]:
+    def _choose(self, ids: Tensor, logits: Tensor) -> tuple[DraftToken, float, float]:
         """The token after `ids` by logits [1, V], the top probability, the controller's signal."""
         signal_of = self.controller.signal
         tokens, chances = likeliest(logits, 1.0, 1)
@@ -210,16 +210,16 @@ class SkipDrafter(ChoosingDrafter):
             return DraftToken(int(token)), confidence, signal
         return self.sampler.choose(ids, logits, believe=self.beliefs), confidence, signal
 
-    def _try_one(self, state: DecodeState) -> Steps[None]:
+    def _try_layers(self, state: DecodeState) -> Steps[None]:
         """Try another set of layers on the newest tokens of the answer; SWIFT takes the first.
 
         It runs as a branch beside the cached tokens: needs trees, and a cache without fixed slots.
         """
-        self._begun = state.length if self._begun is None else self._begun
+        self._prompt_length = state.length if self._prompt_length is None else self._prompt_length
         able = state.kv.slots is None and state.backbone.runs_trees
-        if state.length - self._begun > WINDOW and self._search.goes_on and able:
-            skipped, tokens = self._search.drawn(), state.committed(-WINDOW)
-            choices = (yield from drafted_again(state, skipped, WINDOW)).best
+        if state.length - self._prompt_length > WINDOW and self._search.goes_on and able:
+            skipped, tokens = self._search.draw(), state.committed(-WINDOW)
+            choices = (yield from redraft(state, skipped, WINDOW)).best
             hits = sum(choice == token for choice, token in zip(choices, tokens, strict=True))
             self._search.learn(skipped, hits / WINDOW)
 
@@ -234,15 +234,15 @@ def logits_without(
 
     Adds keys and values of T positions to the remaining layers; `parents` as in a Span.
     """
-    backbone, kv, least = state.backbone, state.kv, state.hidden.least
+    backbone, kv, least_rows = state.backbone, state.kv, state.hidden.least_rows
     hidden: Tensor = yield Embed(backbone, ids)
     for first, stop in pairwise((0, *skipped, backbone.num_layers + 1)):
         if first < stop - 1:
-            hidden = yield Run(backbone, kv, hidden, first, stop - 1, parents, least)
+            hidden = yield Run(backbone, kv, hidden, first, stop - 1, parents, least_rows)
     return (yield from state.hidden.unembed(hidden))
 
 
-def drafted_again(state: DecodeState, skipped: Sequence[int], count: int) -> Steps[Target]:
+def redraft(state: DecodeState, skipped: Sequence[int], count: int) -> Steps[Target]:
     """The logits by which a draft would have chosen each of the newest `count` committed tokens.
 
     Runs on a branch beside the cached tokens; leaves caches unchanged. Needs more than `count` ids.

@@ -41,14 +41,14 @@ class HeadGuesser:
     """Asks the head of exit layer 0, which reads embeddings: no layer runs before verification."""
 
     source = EXIT
-    once = False
+    asks_once = False
 
     def __init__(self, heads: ExitHeads, judge: ExitJudge, sampler: Sampler, count: int) -> None:
         self._heads, self._head = heads, heads.first  # the head of exit layer 0
         self._judge, self._sampler, self._count = judge, sampler.for_drafts(), count
 
     @torch.inference_mode()
-    def ask_once(self, backbone: Backbone) -> None:
+    def warm_up(self, backbone: Backbone) -> None:
         """Ask about a few rows, so that no request waits while CUDA graphs are captured."""
         for count in (1, 2, 4, 8):
             rows = backbone.embed_listed([0] * count)
@@ -58,17 +58,17 @@ class HeadGuesser:
 
     def begin(self, state: DecodeState) -> None:
         self._state = state
-        self._known = state.deep if self._heads.reads_deep else None  # beside the newest embedding
+        self._deep = state.deep if self._heads.reads_deep else None  # beside the newest embedding
         self._features: dict[int, Tensor] = {}  # the head's features of each asked token, [1, d]
 
-    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
-        """One linear layer over all of `asked`, and one device read."""
-        hidden, deep = yield from self._rows(draft, asked)
+    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+        """One linear layer over all of `nodes`, and one device read."""
+        hidden, deep = yield from self._rows(draft, nodes)
         watch.lap("draft")
         backbone, temperature = self._state.backbone, self._judge.temperature(0)
         answer: Answer = yield Ask(backbone, self._head, hidden, deep, temperature, self._count)
-        self._features |= zip(asked, answer.features.split(1), strict=True)
-        guesses = [self._guesses(draft, node, answer, row) for row, node in enumerate(asked)]
+        self._features |= zip(nodes, answer.features.split(1), strict=True)
+        guesses = [self._guesses(draft, node, answer, row) for row, node in enumerate(nodes)]
         watch.lap("heads")
         return guesses
 
@@ -77,7 +77,7 @@ class HeadGuesser:
         ids = [newest if node == ROOT else draft.proposed[node].token for node in nodes]
         hidden: Tensor = yield Embed(self._state.backbone, ids)
         if not self._heads.reads_deep or nodes[0] == ROOT:
-            return hidden, self._known
+            return hidden, self._deep
         # the head's own features one token earlier
         return hidden, torch.cat([self._features[draft.proposed[node].parent] for node in nodes])
 
@@ -107,14 +107,14 @@ class AttendingGuesser(HeadGuesser):
         self._places = {ROOT: -1}  # each token's index among those read this round
         self._outputs: dict[int, Tensor] = {}
 
-    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         """Guesses, after reading newly verified tokens; none if the layer has nothing to read."""
         if not self._outputs:
             root = yield from self._text.read(self._state.committed(0))
             if root is None:
-                return [Likeliest([], []) for _ in asked]
+                return [Likeliest([], []) for _ in nodes]
             self._outputs[ROOT] = root
-        return (yield from super().ask(draft, asked, watch))
+        return (yield from super().ask(draft, nodes, watch))
 
     def _rows(self, draft: Draft, nodes: Sequence[int]) -> Steps[tuple[Tensor, Tensor | None]]:
         if nodes[0] != ROOT:
@@ -149,28 +149,28 @@ class MedusaGuesser(HeadGuesser):
     heads, and accepted tokens have the model's distribution.
     """
 
-    once = True
+    asks_once = True
 
     def begin(self, state: DecodeState) -> None:
         super().begin(state)
-        self._said: Answer | None = None
+        self._answer: Answer | None = None
 
-    def ask(self, draft: Draft, asked: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
         """Guesses; none without a known state, or after paths as long as the number of heads."""
-        if self._said is None and self._known is not None:
+        if self._answer is None and self._deep is not None:
             count, temperature = min(self._count, CHOICES[()]), self._judge.temperature(0)
-            self._said = yield AskAhead(self._heads, self._known, temperature, count)
+            self._answer = yield AskAhead(self._heads, self._deep, temperature, count)
             watch.lap("heads")
-        return [self._behind(draft, node) for node in asked]
+        return [self._guesses_after(draft, node) for node in nodes]
 
-    def _behind(self, draft: Draft, node: int) -> Guesses:
+    def _guesses_after(self, draft: Draft, node: int) -> Guesses:
         # each token's rank among its siblings; tokens of the trunk come first
         parents = draft.parents
         ranks = tuple(parents[:at].count(parents[at]) for at in draft.path(node))
         count, place = CHOICES.get(ranks, 0), len(ranks)
-        if self._said is None or place >= len(self._said.tokens) or count == 0:
+        if self._answer is None or place >= len(self._answer.tokens) or count == 0:
             return Likeliest([], [])
-        return self._guesses(draft, node, self._said, place, count)
+        return self._guesses(draft, node, self._answer, place, count)
 
 
 # --- rows run through the hidden cache and wait where they exited
@@ -191,8 +191,8 @@ class ExitDrafter(ChoosingDrafter):
 
     unsure: ClassVar[Ended] = "depth"  # why a draft ends if no head is confident
 
-    def __init__(self, heads: ExitHeads, judge: ExitJudge, how: Drafting) -> None:
-        super().__init__(how)
+    def __init__(self, heads: ExitHeads, judge: ExitJudge, drafting: Drafting) -> None:
+        super().__init__(drafting)
         self.heads, self._judge = heads, judge
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
@@ -206,7 +206,7 @@ class ExitDrafter(ChoosingDrafter):
                 writer.stop(self.unsure)
                 break
             writer.add(early_exit.choice, early_exit.confidence)
-            ids, beside = self.sampler.behind(ids, early_exit.choice.token), early_exit.beside
+            ids, beside = self.sampler.with_token(ids, early_exit.choice.token), early_exit.beside
         return writer.draft
 
     def _first_exit(
@@ -233,7 +233,7 @@ class ExitDrafter(ChoosingDrafter):
         return None
 
     @torch.inference_mode()
-    def ask_once(self, backbone: Backbone) -> None:
+    def warm_up(self, backbone: Backbone) -> None:
         """Ask each head about one row, so that no request waits while CUDA graphs are captured."""
         row = backbone.embed(upload([0], backbone.device))
         for layer in self._judge.thresholds:
@@ -312,7 +312,7 @@ def pack(heads: ExitHeads) -> None:
             continue
         try:
             if id(rows) not in shared:
-                shared[id(rows)] = _light(rows, head.bias)
+                shared[id(rows)] = _light_linear(rows, head.bias)
             head.pack(PackedHead(head, shared[id(rows)]))
         except ValueError:  # no compiler, or an unsupported dtype or norm
             continue
@@ -323,7 +323,7 @@ def _pack_layer(heads: AttendingHeads) -> None:
     for linear in heads.parts.modules():
         if isinstance(linear, nn.Linear) and why_unusual(linear.weight) is None:
             try:
-                light = _light(linear.weight, linear.bias)
+                light = _light_linear(linear.weight, linear.bias)
             except ValueError:  # no compiler
                 return
             heads.nbytes += light.nbytes - linear.weight.nbytes
@@ -365,20 +365,20 @@ class PackedHead:
             yield program.norm(HIDDEN, HIDDEN, scale, at=state)
         terms = 0.0  # 1: the output buffer already holds a term
         if parts.inner is not None:
-            inner, outer = _light(parts.inner.weight, parts.inner.bias), parts.outer
+            inner, outer = _light_linear(parts.inner.weight, parts.inner.bias), parts.outer
             activations = output if outer is None else program.buffer("opened", inner.out_features)
             yield program.linear(HIDDEN, activations, inner)
             yield program.activate(activations, activations, Activation.SILU, gated=False)
             if outer is not None:
-                yield program.linear(activations, output, _light(outer.weight, outer.bias))
+                yield program.linear(activations, output, _light_linear(outer.weight, outer.bias))
             terms = 1.0
         if parts.direct is not None:
-            direct = _light(parts.direct.weight, parts.direct.bias)
+            direct = _light_linear(parts.direct.weight, parts.direct.bias)
             yield program.linear(HIDDEN, output, direct, adds=terms)
         if not beside:
             yield program.add(HIDDEN, output, 1.0)
 
 
-def _light(weight: Tensor, bias: Tensor | None) -> CompiledLinear:
+def _light_linear(weight: Tensor, bias: Tensor | None) -> CompiledLinear:
     """A linear layer with 8-bit weights. Raises ValueError if it cannot be compiled."""
     return CompiledLinear(in_8_bits(weight.detach()), bias)

@@ -41,7 +41,7 @@ class NgramIndex:
 
     def __init__(self, size: int) -> None:
         self.text, self._size = list[int](), size
-        self._continued: dict[tuple[int, ...], int] = {}
+        self._continuations: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens. Each adds at most `size` entries, regardless of the text's length."""
@@ -49,18 +49,18 @@ class NgramIndex:
             place = len(self.text)
             for count in range(1, min(self._size, place) + 1):
                 # the n-gram at the very end has no continuation yet, so it never finds itself
-                self._continued[tuple(self.text[place - count :])] = place
+                self._continuations[tuple(self.text[place - count :])] = place
             self.text.append(token)
 
     def find(self) -> tuple[int, int]:
         """The length of the match at the end of the text (0: none), and where it continued."""
         for count in range(min(self._size, len(self.text)), 0, -1):
-            place = self._continued.get(tuple(self.text[-count:]))
+            place = self._continuations.get(tuple(self.text[-count:]))
             if place is not None:
                 return count, place
         return 0, len(self.text)
 
-    def copied(self, place: int, count: int) -> list[int]:
+    def copy(self, place: int, count: int) -> list[int]:
         """`count` tokens from `place` on; past the end of the text, the copy repeats itself."""
         tokens = self.text[place : place + count]
         while len(tokens) < count:
@@ -91,7 +91,7 @@ class NgramDrafter(PacedDrafter):
         # initially a longer match is trusted more
         self._rates = [count / (size + 1) for count in range(size + 1)]
         self._guess: list[int] = []
-        self._matched: list[int] = []
+        self._match_lengths: list[int] = []
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         return no_work(self.propose(state, limit))
@@ -101,9 +101,9 @@ class NgramDrafter(PacedDrafter):
         self._read(state)
         writer = DraftWriter(self, limit, source=NGRAM)
         count, place = self._index.find()
-        self._guess = self._index.copied(place, writer.room) if count else []
-        self._matched = [min(count + step, self._size) for step in range(len(self._guess))]
-        rates = [self._rates[matched] for matched in self._matched]
+        self._guess = self._index.copy(place, writer.room) if count else []
+        self._match_lengths = [min(count + step, self._size) for step in range(len(self._guess))]
+        rates = [self._rates[matched] for matched in self._match_lengths]
         chances = list(accumulate(rates, mul))
         length = self._best_length(chances)
         if sum(chances[:length]) > rival:
@@ -125,7 +125,7 @@ class NgramDrafter(PacedDrafter):
     def _read(self, state: DecodeState) -> None:
         """Read the tokens committed since the last draft, and score the last guess by them."""
         tokens = state.committed(len(self._index.text))
-        for matched, guessed, token in zip(self._matched, self._guess, tokens, strict=False):
+        for matched, guessed, token in zip(self._match_lengths, self._guess, tokens, strict=False):
             self._rates[matched] += NEWEST * ((guessed == token) - self._rates[matched])
             if guessed != token:
                 break
@@ -141,10 +141,10 @@ class SeenTextFirst:
 
     def __init__(self, trunks: Trunks, other: Drafter) -> None:
         self._trunks, self._other = trunks, other
-        self._other_gives, self._other_drafted, self._other_declines = 0.0, False, False
+        self._other_yield, self._other_drafted, self._other_declines = 0.0, False, False
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        rival = 0.0 if self._other_declines else self._other_gives
+        rival = 0.0 if self._other_declines else self._other_yield
         draft = self._trunks.propose(state, limit, rival)
         self._other_drafted = False
         if not draft.proposed:
@@ -155,7 +155,7 @@ class SeenTextFirst:
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         if self._other_drafted:
-            self._other_gives += NEWEST * (len(kept) - self._other_gives)
+            self._other_yield += NEWEST * (len(kept) - self._other_yield)
             self._other.learn(draft, kept)
         else:
             self._trunks.learn(draft, kept)
@@ -170,26 +170,26 @@ class GrammarDrafter:
     def __init__(self, mask: GrammarMask, pad: int, most: int, seen: Trunks | None = None) -> None:
         """`pad`: padding ids before the text; `most`: maximum draft tokens of a round."""
         self._mask, self._start, self._most = mask, mask.start - pad, most
-        self._seen, self._forced = seen, False
+        self._seen, self._was_forced = seen, False
 
     def propose(self, state: DecodeState, limit: int, rival: float = 0.0) -> Draft:
         """The forced tokens, regardless of `rival`; else prompt lookup."""
         text = state.committed(self._start)
-        forced = self._mask.forced(text, max(min(limit, self._most), 0))
-        self._forced = bool(forced)
+        forced = self._mask.forced_tokens(text, max(min(limit, self._most), 0))
+        self._was_forced = bool(forced)
         if forced:
             rows = [DraftToken(t, at - 1, 0, GRAMMAR, 1.0) for at, t in enumerate(forced)]
             return Draft(proposed=rows, ended="width")
         if self._seen is None:
             return Draft()
         draft = self._seen.propose(state, limit, rival)
-        count = self._mask.allows(text, draft.tokens)
+        count = self._mask.count_allowed(text, draft.tokens)
         if count < len(draft.proposed):
             return Draft(proposed=draft.proposed[:count], ended="unsure")
         return draft
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        if self._seen is not None and not self._forced:
+        if self._seen is not None and not self._was_forced:
             self._seen.learn(draft, kept)
 
 
@@ -218,31 +218,31 @@ class Successors:
 
     def __init__(self) -> None:
         self._tables: tuple[dict[object, Sequence[int]], ...] = ({}, {})
-        self._right = [[_CREDIT * rate for rate in rates] for rates in _PRIOR]
-        self._asked = [_CREDIT for _ in _PRIOR]
+        self._hits = [[_CREDIT * rate for rate in rates] for rates in _PRIOR]
+        self._lookups = [_CREDIT for _ in _PRIOR]
 
-    def behind(self, tokens: Sequence[int]) -> Likeliest:
+    def guesses(self, tokens: Sequence[int]) -> Likeliest:
         """Guesses after a text that ends with `tokens`, with the chances of their ranks so far."""
-        if (entry := self._found(tokens)) is None:
+        if (entry := self._entry(tokens)) is None:
             return Likeliest([], [])
         order, successors = entry
-        rates = (right / self._asked[order] for right in self._right[order])
+        rates = (right / self._lookups[order] for right in self._hits[order])
         return Likeliest(successors, [*accumulate(rates, min)][: len(successors)])
 
     def learn(self, tokens: Sequence[int], likely: Sequence[int], token: int) -> None:
         """Note the target's likeliest tokens, and its choice, after a text ending with `tokens`."""
-        if entry := self._found(tokens):
+        if entry := self._entry(tokens):
             order, successors = entry
-            self._asked[order] += 1.0
+            self._lookups[order] += 1.0
             if token in successors:
-                self._right[order][successors.index(token)] += 1.0
+                self._hits[order][successors.index(token)] += 1.0
         for table, key in zip(self._tables, _keys(tokens), strict=True):
             table.pop(key, None)  # re-inserted as the newest
             table[key] = likely
             if len(table) > _MOST:
                 del table[next(iter(table))]
 
-    def _found(self, tokens: Sequence[int]) -> tuple[int, Sequence[int]] | None:
+    def _entry(self, tokens: Sequence[int]) -> tuple[int, Sequence[int]] | None:
         for order, key in enumerate(_keys(tokens)):
             if (successors := self._tables[order].get(key)) is not None:
                 return order, successors
@@ -270,7 +270,7 @@ class SuccessorGuesser:
     """Guesses from the table, without computation."""
 
     source = SUCCESSORS
-    once = False
+    asks_once = False
 
     def __init__(self, table: Successors, count: int) -> None:
         self._table, self._count = table, count
@@ -278,8 +278,8 @@ class SuccessorGuesser:
     def begin(self, state: DecodeState) -> None:
         self._newest = state.committed(-2)
 
-    def ask(self, draft: Draft, asked: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
-        guesses = (self._table.behind([*self._newest, *draft.tokens_to(at)]) for at in asked)
+    def ask(self, draft: Draft, nodes: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
+        guesses = (self._table.guesses([*self._newest, *draft.tokens_to(at)]) for at in nodes)
         return no_work([guess.best(self._count) for guess in guesses])
 
 
@@ -292,7 +292,7 @@ class NgramPool:
     def __init__(self, level: int, most: int) -> None:
         self.text: list[int] = []  # tokens read so far; their n-grams are in the pool
         self._level, self._most = level, most
-        self._behind: dict[int, dict[tuple[int, ...], None]] = {}
+        self._ngrams: dict[int, dict[tuple[int, ...], None]] = {}
 
     def read(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -301,14 +301,14 @@ class NgramPool:
                 self.add(self.text[-self._level :])
 
     def add(self, ngram: Sequence[int]) -> None:
-        ngrams, rest = self._behind.setdefault(ngram[0], {}), tuple(ngram[1:])
+        ngrams, rest = self._ngrams.setdefault(ngram[0], {}), tuple(ngram[1:])
         ngrams.pop(rest, None)
         ngrams[rest] = None
         if len(ngrams) > self._most:
             del ngrams[next(iter(ngrams))]
 
-    def following(self, token: int) -> list[tuple[int, ...]]:
-        return list(self._behind.get(token, ()))[::-1]
+    def ngrams(self, token: int) -> list[tuple[int, ...]]:
+        return list(self._ngrams.get(token, ()))[::-1]
 
 
 class LookaheadDrafter(PacedDrafter):
@@ -346,13 +346,13 @@ class LookaheadDrafter(PacedDrafter):
         self._pool = NgramPool(level, guesses)
         self._levels: list[list[int]] = []  # by level and column; [0][0] is the text's newest token
         self._ends: list[int] = []  # draft tokens of the last level, by column; empty: no window
-        self._guessed = 0  # tokens of the longest n-gram in this round
+        self._guess_length = 0  # tokens of the longest n-gram in this round
         self._random = Random(0)
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:  # noqa: ARG002  # the protocol's
         self._pool.read(state.committed(len(self._pool.text)))
         if self._columns and not self._levels:
-            self._levels = [self._drawn(self._columns)]
+            self._levels = [self._draw(self._columns)]
         self._draft, self._places, self._ends = Draft(), dict[tuple[int, int], int](), []
         levels = len(self._levels)
         fits = levels > 0 and levels + self._columns - 2 <= limit
@@ -366,8 +366,8 @@ class LookaheadDrafter(PacedDrafter):
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
         if self._ends and draft.target is not None:
             self._move([draft.target.best[end + 1] for end in self._ends])
-        if self._guessed:
-            self.controller.end(self._guessed, min(len(kept), self._guessed))
+        if self._guess_length:
+            self.controller.end(self._guess_length, min(len(kept), self._guess_length))
 
     def _add(self, parent: int, token: int) -> int:
         """The index of `token` after `parent`, added if new; `parent` if that is an end token."""
@@ -380,13 +380,13 @@ class LookaheadDrafter(PacedDrafter):
         return place
 
     def _add_guesses(self, limit: int, room: int) -> None:
-        width, self._guessed = min(self.controller.begin(), limit), 0
-        for ngram in self._pool.following(self._pool.text[-1]):
+        width, self._guess_length = min(self.controller.begin(), limit), 0
+        for ngram in self._pool.ngrams(self._pool.text[-1]):
             at = ROOT
             for count, token in enumerate(ngram[:width], start=1):
                 if len(self._draft.proposed) >= room:
                     return
-                at, self._guessed = self._add(at, token), max(self._guessed, count)
+                at, self._guess_length = self._add(at, token), max(self._guess_length, count)
 
     def _add_window(self) -> None:
         self._levels[0][0] = self._pool.text[-1]
@@ -408,7 +408,7 @@ class LookaheadDrafter(PacedDrafter):
                 self._pool.add(ngram)
             del self._levels[0]
         else:
-            self._levels = [tokens[1:] + self._drawn(1) for tokens in self._levels]
+            self._levels = [tokens[1:] + self._draw(1) for tokens in self._levels]
 
-    def _drawn(self, count: int) -> list[int]:
+    def _draw(self, count: int) -> list[int]:
         return self._random.choices(self._pool.text, k=count)

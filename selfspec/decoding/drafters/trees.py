@@ -62,15 +62,15 @@ class Paying:
     def __init__(self, cost: DraftCost) -> None:
         self._cost, self._begun = cost, False
         self._gain, self._next_pause = PRIOR, SHORTEST_PAUSE
-        self._pausing = 0  # rounds left; rounds that do not call `pauses` do not count
+        self._pause_left = 0  # rounds left; rounds that do not call `pauses` do not count
 
     def pauses(self) -> bool:
         """Whether this round does not draft; called once per round."""
         if not self._begun and self._cost.per_token >= EXPENSIVE:  # the load is known from now on
-            self._gain, self._next_pause, self._pausing = 0.0, LONGEST_PAUSE, LONGEST_PAUSE // 2
+            self._gain, self._next_pause, self._pause_left = 0.0, LONGEST_PAUSE, LONGEST_PAUSE // 2
         self._begun = True
-        pauses = self._pausing > 0
-        self._pausing -= pauses
+        pauses = self._pause_left > 0
+        self._pause_left -= pauses
         return pauses
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
@@ -81,7 +81,7 @@ class Paying:
         if self._gain >= 0.0:
             self._next_pause = SHORTEST_PAUSE
         elif gain < 0.0:
-            self._pausing = self._next_pause
+            self._pause_left = self._next_pause
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
 
 
@@ -100,14 +100,14 @@ class PausableDrafter:
         pauses: Callable[[], bool],
         learn: Callable[[Draft, Sequence[int]], None] = lambda *_: None,
     ) -> None:
-        self._drafter, self._pauses, self._learn, self._asked = drafter, pauses, learn, False
+        self._drafter, self._pauses, self._learn, self._was_asked = drafter, pauses, learn, False
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        self._asked = not self._pauses()
-        return self._drafter.draft(state, limit, watch) if self._asked else no_work(Draft())
+        self._was_asked = not self._pauses()
+        return self._drafter.draft(state, limit, watch) if self._was_asked else no_work(Draft())
 
     def learn(self, draft: Draft, kept: Sequence[int]) -> None:
-        if self._asked:
+        if self._was_asked:
             self._learn(draft, kept)
             self._drafter.learn(draft, kept)
 
@@ -130,7 +130,7 @@ class _Offer(NamedTuple):
     """A guess that may become a token of the tree."""
 
     chance: float  # probability of the whole path; includes the estimates of prompt lookup
-    said: float  # the head's probability of this token after its parent
+    prob: float  # the head's probability of this token after its parent
     parent: int
     rank: int
     guesses: Guesses
@@ -154,12 +154,12 @@ class TreeDrafter(PacedDrafter):
         super().__init__(controller, end_tokens)
         self._guesser, self._cost, self._most, self._seen = guesser, cost, most, seen
         self._paying = Paying(cost) if never_slower else None
-        self._best = deque([_PRIOR_CHANCE], maxlen=_REMEMBERED)
+        self._chances = deque([_PRIOR_CHANCE], maxlen=_REMEMBERED)
         self._trunk = self._draft = Draft()
-        self._asked = False  # whether the guesser was asked in this round
+        self._was_asked = False  # whether the guesser was asked in this round
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        trunk, self._asked = Draft(), False
+        trunk, self._was_asked = Draft(), False
         if self._seen is not None:
             trunk = self._seen.propose(state, min(limit, self._most))
         self._trunk = trunk
@@ -173,13 +173,13 @@ class TreeDrafter(PacedDrafter):
         if self._seen is not None:
             count = len(self._trunk.proposed)
             self._seen.learn(self._trunk, [index for index in kept if index < count])
-        if self._asked:
+        if self._was_asked:
             if self._paying is not None:
                 self._paying.learn(draft, kept)
             super().learn(draft, kept)
 
     @property
-    def _full(self) -> bool:
+    def _is_full(self) -> bool:
         return len(self._draft.proposed) >= self._most
 
     @property
@@ -188,31 +188,31 @@ class TreeDrafter(PacedDrafter):
         return self._tokens / self._steps
 
     @property
-    def _next_row(self) -> float:
+    def _least_chance(self) -> float:
         """The chance from which one more token pays for its row."""
-        return self._rows[len(self._draft.proposed)] * self._rate
+        return self._row_costs[len(self._draft.proposed)] * self._rate
 
     def _grow(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[None]:
-        self._rows = tuple(islice(costs_by_row(self._cost.row_costs), self._most))
+        self._row_costs = tuple(islice(costs_by_row(self._cost.row_costs), self._most))
         self._tokens = 1.0 + sum(token.chance for token in self._draft.proposed)
-        self._steps = 1.0 + sum(self._rows[: len(self._draft.proposed)])
-        self._said = {ROOT: 1.0}  # the head's probability of each token's path, where asked
+        self._steps = 1.0 + sum(self._row_costs[: len(self._draft.proposed)])
+        self._path_probs = {ROOT: 1.0}  # the head's probability of each token's path, where asked
         width, level = self.controller.begin(), [ROOT]
         self._guesser.begin(state)
         self._draft.ended = "width" if width <= limit else "budget"
         for _ in range(min(width, limit)):
-            nodes = self._worth_asking(level)
+            nodes = self._nodes_to_ask(level)
             if not nodes:
-                self._draft.ended = "width" if self._full else "unsure"
+                self._draft.ended = "width" if self._is_full else "unsure"
                 return
-            if not (self._asked and self._guesser.once):
+            if not (self._was_asked and self._guesser.asks_once):
                 self._draft.heads += 1
-                self._steps += self._cost.asking
-            self._asked = True
+                self._steps += self._cost.head_call
+            self._was_asked = True
             indices = [node.at for node in nodes]
             answers = yield from self._guesser.ask(self._draft, indices, watch)
             level = self._add(nodes, answers)
-            if level and all(map(self._closes, level)):
+            if level and all(map(self._is_end, level)):
                 self._draft.ended = "eos"
                 return
 
@@ -224,25 +224,25 @@ class TreeDrafter(PacedDrafter):
             return _Node(index, max(chance - proposed[child].chance, 0.0), child)
         return _Node(index, chance, None)
 
-    def _closes(self, index: int) -> bool:
+    def _is_end(self, index: int) -> bool:
         return index != ROOT and self._draft.proposed[index].token in self.end_tokens
 
-    def _worth_asking(self, level: Sequence[int]) -> list[_Node]:
+    def _nodes_to_ask(self, level: Sequence[int]) -> list[_Node]:
         """Nodes after which a guess should pay for its row, if together they pay for the head."""
-        if self._full:
+        if self._is_full:
             return []
         if level == [ROOT] and not self._draft.proposed:  # else improved guesses go unnoticed
             return [self._node(ROOT)]
-        row, least = self._next_row, 0.0 if self._guesser.once else LEAST_CHANCE
-        indices = (at for at in level if not self._closes(at))
-        nodes = [self._node(at) for at in indices if self._said.get(at, 0.0) >= least]
+        row, least = self._least_chance, 0.0 if self._guesser.asks_once else LEAST_CHANCE
+        indices = (at for at in level if not self._is_end(at))
+        nodes = [self._node(at) for at in indices if self._path_probs.get(at, 0.0) >= least]
         # expected gain of the best guess after each, net of its row
         gains = [
-            sum(max(node.free * best - row, 0.0) for best in self._best) / len(self._best)
+            sum(max(node.free * best - row, 0.0) for best in self._chances) / len(self._chances)
             for node in nodes
         ]
-        paid = self._asked and self._guesser.once
-        if sum(gains) <= (0.0 if paid else self._cost.asking * self._rate):
+        paid = self._was_asked and self._guesser.asks_once
+        if sum(gains) <= (0.0 if paid else self._cost.head_call * self._rate):
             return []
         return [node for node, gain in zip(nodes, gains, strict=True) if gain > 0.0]
 
@@ -251,12 +251,12 @@ class TreeDrafter(PacedDrafter):
         level, offers = [], []
         for node, guesses in zip(nodes, answers, strict=True):
             if guesses.chances:
-                self._best.append(guesses.chances[0])
+                self._chances.append(guesses.chances[0])
             child_chance = 0.0
             if node.child is not None:
                 level.append(node.child)
                 guesses, child_chance = guesses.without(self._draft.proposed[node.child].token)
-                self._said[node.child] = self._said.get(node.at, 0.0) * child_chance
+                self._path_probs[node.child] = self._path_probs.get(node.at, 0.0) * child_chance
             share = node.free / max(1.0 - child_chance, _ROUNDING)
             offers += [
                 _Offer(min(share * prob, node.free), prob, node.at, rank, guesses)
@@ -264,15 +264,15 @@ class TreeDrafter(PacedDrafter):
             ]
         proposed, source = self._draft.proposed, self._guesser.source
         for chance, prob, parent, rank, guesses in sorted(offers, key=lambda offer: -offer.chance):
-            if self._full or chance <= self._next_row:
+            if self._is_full or chance <= self._least_chance:
                 break
             if (choice := guesses.choice(rank)) is None:
                 continue
             at = len(proposed)
             proposed.append(choice._replace(parent=parent, source=source, chance=chance))
-            self._steps += self._rows[at]
+            self._steps += self._row_costs[at]
             self._tokens += chance
-            self._said[at] = self._said.get(parent, 0.0) * prob
+            self._path_probs[at] = self._path_probs.get(parent, 0.0) * prob
             level.append(at)
         return level
 
