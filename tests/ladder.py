@@ -39,7 +39,7 @@ from selfspec.eval.verify import (
     Recorder,
     hugging_face,
 )
-from selfspec.heads.attending import AttendingConfig, AttendingHeads, unfilled
+from selfspec.heads.attending import AttendingConfig, AttendingHeads, meta_modules
 from selfspec.heads.exit_heads import ExitHeads, HeadsConfig, logit_lens
 from selfspec.heads.folder import MEDUSA
 from selfspec.model.backbone import Backbone
@@ -191,7 +191,7 @@ def attending_heads(backbone: Backbone) -> AttendingHeads:
     generator = torch.Generator().manual_seed(5)
     tensors = {
         name: torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.25
-        for name, tensor in unfilled(config, embeddings=False).state_dict().items()
+        for name, tensor in meta_modules(config, embeddings=False).state_dict().items()
     }
     tensors["d2t"] = torch.arange(count)
     return AttendingHeads(config, backbone.unembedding, tensors).eval().requires_grad_(False)

@@ -134,7 +134,7 @@ class Ask(Work):
     backbone: Backbone
     head: ExitHead
     hidden: Tensor
-    deep: Tensor | None  # [n, up to head.beside]; None: unknown
+    deep: Tensor | None  # [n, up to head.deep_size]; None: unknown
     temperature: float
     count: int  # tokens wanted per row
     signal: Signal | None = None
@@ -146,14 +146,14 @@ class Ask(Work):
     def do(self, alike: Sequence[Ask], _others: Sequence[Work]) -> list[Answer]:
         replay, hidden = self.backbone.claims.replayed, [work.hidden for work in alike]
         inputs = [self.hidden if len(alike) == 1 else torch.cat(hidden)]
-        if (deep := joined([work.deep for work in alike], hidden, self.head.beside)) is not None:
+        if (deep := joined([work.deep for work in alike], hidden, self.head.deep_size)) is not None:
             inputs.append(deep)
         output = replay(self.batch_key, self._answer, *inputs) if replay else self._answer(*inputs)
         answer = Answer.read(*output)
         return [answer.part(slice(*ends)) for ends in _bounds(hidden)]
 
     def _answer(self, hidden: Tensor, deep: Tensor | None = None) -> tuple[Tensor, ...]:
-        features, logits = self.head.asked(hidden, deep)
+        features, logits = self.head.ask(hidden, deep)
         numbers = scored(self.head, logits, self.temperature, self.count, self.signal)
         return features, logits, numbers
 
@@ -172,7 +172,7 @@ class AskAhead(Work):
         return AskAhead, id(self.heads), self.temperature, self.count
 
     def do(self, alike: Sequence[AskAhead], _others: Sequence[Work]) -> list[Answer]:
-        features = self.heads.ahead(torch.cat([work.state for work in alike]))
+        features = self.heads.features_ahead(torch.cat([work.state for work in alike]))
         head, rows = self.heads.first, len(features) // len(alike)
         logits = head.unembed(features)
         answer = Answer.read(features, logits, scored(head, logits, self.temperature, self.count))
@@ -490,7 +490,7 @@ class DecodeState:
             yield
         finally:
             self._rewind(newest)
-        if self.attention is not None and self.attention.waiting > _MOST_UNREAD:
+        if self.attention is not None and self.attention.waiting_rows > _MOST_UNREAD:
             run_alone(self.attention.read(self._committed))
 
     @torch.inference_mode()  # a round dropped between two works is rewound outside `Engine.step`

@@ -122,7 +122,7 @@ class AttendingHeads(ExitHeads):
         self.config, self.folder = config, None
         self.layers: Sequence[int] = config.state_layers or ()
         weight, ids = unembedding.weight, _draft_ids(tensors, config)
-        self.parts: Any = unfilled(config, embeddings="embed_tokens.weight" in tensors)
+        self.parts: Any = meta_modules(config, embeddings="embed_tokens.weight" in tensors)
         state = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
         _check(state, {name: tuple(param.shape) for name, param in self.parts.state_dict().items()})
         state = {name: tensor.to(weight.device, weight.dtype) for name, tensor in state.items()}
@@ -154,7 +154,7 @@ class AttendingHeads(ExitHeads):
         cls, config: AttendingConfig, unembedding: Unembedding, draft_ids: Tensor | None
     ) -> AttendingHeads:
         """Heads to fit: branches of the layer start at zero, norm and lm_head as the model's."""
-        parts = unfilled(config, embeddings=False).to_empty(device="cpu")
+        parts = meta_modules(config, embeddings=False).to_empty(device="cpu")
         for module in parts.modules():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
@@ -169,7 +169,7 @@ class AttendingHeads(ExitHeads):
         return cls(config, unembedding, tensors | _vocabulary(draft_ids, config.vocab_size))
 
     @classmethod
-    def _filled(cls, config: Any, unembedding: Unembedding, folder: Path) -> Self:
+    def _from_folder(cls, config: Any, unembedding: Unembedding, folder: Path) -> Self:
         return cls(config, unembedding, _tensors(folder))
 
     def fuse(self, states: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class AttendingHeads(ExitHeads):
         output: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return output
 
-    def fed(self, output: Tensor) -> Tensor:
+    def next_states(self, output: Tensor) -> Tensor:
         """The state for the next draft's row, [n, d], in place of the output of `fuse`."""
         return self.head.norm(output) if self.config.norm_output else output
 
@@ -245,7 +245,7 @@ class AttendingHeads(ExitHeads):
         embeddings: Tensor = table(ids.to(table.weight.device).clamp(max=table.num_embeddings - 1))
         return embeddings
 
-    def longest(self, ids: Sequence[int]) -> Attention | None:
+    def longest_match(self, ids: Sequence[int]) -> Attention | None:
         """The remembered text with the longest prefix in common with `ids`, or None."""
         return max(list(self._texts), key=lambda text: common_prefix(text.ids, ids), default=None)
 
@@ -264,13 +264,13 @@ class AttendingHeads(ExitHeads):
         return AttendingHeads(self.config, unembedding, copies).eval().requires_grad_(False)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor | None) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Queries [B, n, heads, head_dim], keys and values [B, kv heads, m, head_dim] -> as queries.
 
-    `sees` [n, m]: what each row attends to; None: everything.
+    `mask` [n, m]: what each row attends to; None: everything.
     """
     output: Tensor = nn.functional.scaled_dot_product_attention(
-        query.transpose(1, 2), key, value, attn_mask=sees, enable_gqa=True
+        query.transpose(1, 2), key, value, attn_mask=mask, enable_gqa=True
     )
     return output.transpose(1, 2)
 
@@ -283,7 +283,7 @@ class TextRows:
     tokens: Sequence[int]
     states: Tensor  # [n, d]: the layer's second input, beside the tokens
     positions: Sequence[int]
-    sees: Tensor | None  # [n, rows held + n]: what each row attends to; None: everything
+    mask: Tensor | None  # [n, rows held + n]: what each row attends to; None: everything
     priority = (0, 0, 0)
 
     @property
@@ -298,7 +298,7 @@ class TextRows:
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend [1, n, heads, head_dim] to the text's cached rows and these, which are added."""
         cached = self.text.kv.update(key.transpose(1, 2), value.transpose(1, 2), 0)
-        return attention(query, *cached, self.sees)
+        return attention(query, *cached, self.mask)
 
 
 class Attention:
@@ -309,21 +309,21 @@ class Attention:
         self.heads, self.embed = heads, embed
         self.ids: list[int] = []  # tokens of its rows, from position 1 on
         self.kv = KVCache(1)
-        self._waiting: list[Tensor] = []  # fused states from the last row's position on
+        self._waiting_states: list[Tensor] = []  # fused states from the last row's position on
         self.output: Tensor | None = None  # the layer's at the last row, [1, d]
         self._paths: list[list[int]] = []  # path to each draft token read this round, inclusive
 
     @property
-    def waiting(self) -> int:
+    def waiting_rows(self) -> int:
         """The number of rows that can be read."""
-        return sum(map(len, self._waiting))
+        return sum(map(len, self._waiting_states))
 
-    def begin(self, ids: Sequence[int], held: int) -> int:
-        """How many of the first `held` positions to keep: rows are copied from a similar text."""
+    def begin(self, ids: Sequence[int], cached: int) -> int:
+        """How many of the first `cached` positions to keep: rows are copied from a similar text."""
         if self.ids:
-            return min(len(self.ids), held)
-        other = self.heads.longest(ids[1:])
-        rows = 0 if other is None else min(common_prefix(other.ids, ids[1:]), held)
+            return min(len(self.ids), cached)
+        other = self.heads.longest_match(ids[1:])
+        rows = 0 if other is None else min(common_prefix(other.ids, ids[1:]), cached)
         if rows and other is not None:
             self.kv.update(*other.kv.first(rows, 0), 0)
             self.ids = other.ids[:rows]
@@ -331,20 +331,20 @@ class Attention:
 
     def add(self, states: Tensor) -> None:
         """Add states of newly committed positions, [n, layers * d]."""
-        self._waiting.append(self.heads.fuse(states))
+        self._waiting_states.append(self.heads.fuse(states))
 
     def read(self, ids: Sequence[int]) -> Generator[TextRows, Tensor, Tensor | None]:
         """Run all rows with known states, of the text `ids`; returns the output at the newest."""
         self.kv.truncate(len(self.ids))  # drop drafts of the previous round
         self._paths = []
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting_states = self._waiting_states, []
         for states in waiting:
             for piece in states.split(_PIECE):
                 start, count = len(self.ids), len(piece)
                 tokens = list(ids[start + 1 : start + 1 + count])
-                sees = piece.new_ones(count, start + count, dtype=torch.bool).tril(start)
+                mask = piece.new_ones(count, start + count, dtype=torch.bool).tril(start)
                 places = range(start + 1, start + 1 + count)
-                rows = TextRows(self, tokens, piece, places, sees if count > 1 else None)
+                rows = TextRows(self, tokens, piece, places, mask if count > 1 else None)
                 self.output = (yield rows)[-1:]
                 self.ids += tokens
         return self.output
@@ -358,20 +358,20 @@ class Attention:
         start, count = len(self.ids), len(self._paths)
         for number, parent in enumerate(parents, start=count):
             self._paths.append([*(self._paths[parent] if parent >= 0 else ()), number])
-        paths, sees = self._paths[count:], None
+        paths, mask = self._paths[count:], None
         if any(len(path) < len(self._paths) for path in paths):
-            sees = outputs.new_zeros(len(paths), start + len(self._paths), dtype=torch.bool)
-            sees[:, :start] = True
-            for row, path in zip(sees, paths, strict=True):
+            mask = outputs.new_zeros(len(paths), start + len(self._paths), dtype=torch.bool)
+            mask[:, :start] = True
+            for row, path in zip(mask, paths, strict=True):
                 row[[start + number for number in path]] = True
         positions = [start + len(path) for path in paths]
-        return TextRows(self, tokens, self.heads.fed(outputs), positions, sees)
+        return TextRows(self, tokens, self.heads.next_states(outputs), positions, mask)
 
 
 # --- modules
 
 
-def unfilled(config: AttendingConfig, *, embeddings: bool) -> Any:
+def meta_modules(config: AttendingConfig, *, embeddings: bool) -> Any:
     """All modules on the meta device, named as in the speculators format."""
     layer, count = _layer_config(config), len(config.state_layers or ())
     width, eps = layer.hidden_size, layer.rms_norm_eps

@@ -109,9 +109,9 @@ def possible_exit_layers(head_type: str, num_layers: int) -> range:
     return range(1) if kind.looks_ahead else range(0 if kind.reads_deep else 1, num_layers)
 
 
-def check_exit_layers(asked: Iterable[int], allowed: Iterable[int], kind: str = "exit") -> None:
-    """Raise InvalidOption unless `asked` is an ascending, non-empty selection from `allowed`."""
-    layers, choice = list(asked), list(allowed)
+def check_exit_layers(numbers: Iterable[int], allowed: Iterable[int], kind: str = "exit") -> None:
+    """Raise InvalidOption unless `numbers` is an ascending, non-empty selection from `allowed`."""
+    layers, choice = list(numbers), list(allowed)
     for layer in layers:
         if layer not in choice:
             listed = f"{choice[0]}..{choice[-1]}" if len(choice) > 12 else choice
@@ -163,7 +163,7 @@ class ExitHeads(nn.Module):
         """Whether each head is for a token further ahead."""
         return self.config.num_heads is not None
 
-    def ahead(self, states: Tensor) -> Tensor:
+    def features_ahead(self, states: Tensor) -> Tensor:
         """[n, d] -> features of all K heads that look ahead, [n * K, d], grouped by row."""
         features = [cast("ExitHead", head).features(states) for head in self.by_layer.values()]
         return torch.stack(features, 1).flatten(0, 1)
@@ -235,7 +235,7 @@ class ExitHeads(nn.Module):
         """
         config = cls._config_kind.read(folder).for_model(folder, backbone, base_model)
         try:
-            heads = cls._filled(config, backbone.unembedding, Path(folder))
+            heads = cls._from_folder(config, backbone.unembedding, Path(folder))
         except Exception as error:  # with an odd config libraries may fail anywhere
             raise InvalidHeads(
                 f"{folder} does not hold the heads of its config: {first_line(error)}"
@@ -244,7 +244,7 @@ class ExitHeads(nn.Module):
         return heads.eval().requires_grad_(False)
 
     @classmethod
-    def _filled(cls, config: Any, unembedding: Unembedding, folder: Path) -> Self:
+    def _from_folder(cls, config: Any, unembedding: Unembedding, folder: Path) -> Self:
         tensors = _read_tensors(folder / WEIGHTS_FILE, config)
         heads = cls(config, unembedding, tensors.pop(_DRAFT_IDS, None))
         ids = {k: v for k, v in heads.state_dict().items() if k.endswith(f".{_DRAFT_IDS}")}

@@ -59,7 +59,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise HeadsNotFound(f"no {CONFIG_FILE} in {folder}. Expected a folder of exit heads")
     try:
-        config = _checked(read_json(path, _MOST_BYTES))
+        config = _checked_config(read_json(path, _MOST_BYTES))
     except (InvalidData, InvalidOption) as error:
         raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error
     weights = Path(folder) / WEIGHTS_FILE
@@ -70,14 +70,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         return config
     logger.warning("%s does not belong to the weights beside it: their own copy is used", path)
     try:
-        return _checked(header)
+        return _checked_config(header)
     except InvalidOption as error:
         raise InvalidHeads(f"{weights} repeats no config: {error}") from error
 
 
 def attends(folder: Path) -> bool:
     """Whether a folder's config, valid or not, is for EAGLE-3 heads."""
-    return _is_eagle3(_object(Path(folder) / CONFIG_FILE))
+    return _is_eagle3(_json_object(Path(folder) / CONFIG_FILE))
 
 
 def is_heads_folder(folder: Path) -> bool:
@@ -85,7 +85,7 @@ def is_heads_folder(folder: Path) -> bool:
     path = folder / CONFIG_FILE
     if not path.exists():
         return repeated_config(folder / WEIGHTS_FILE) is not None
-    config = _object(path)
+    config = _json_object(path)
     return config.keys() >= {*_NEEDED} or METADATA in config
 
 
@@ -101,7 +101,7 @@ def repeated_config(weights: Path) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def _object(file: Path) -> dict[str, Any]:
+def _json_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if it is not JSON, or not an object."""
     try:
         values = read_json(file, _MOST_BYTES)
@@ -157,7 +157,7 @@ class HeadsFields:
     format_version: int = FORMAT_VERSION
 
 
-_NEEDED = [one.name for one in fields(HeadsFields) if one.default is one.default_factory]
+_NEEDED = [entry.name for entry in fields(HeadsFields) if entry.default is entry.default_factory]
 EAGLE3_OURS = (
     *("base_fingerprint", "num_layers", "temperatures", "defaults", "training"),
     *("chat_template", "weights"),
@@ -203,19 +203,19 @@ class _DecoderLayer(_Sizes, total=False):
     rope_scaling: dict[str, Any]
 
 
-def _fields(values: Mapping[str, Any], kind: type, needed: Iterable[str] = ()) -> dict[str, Any]:
+def _fields(values: Mapping[str, Any], kind: type, required: Iterable[str] = ()) -> dict[str, Any]:
     """The values that are not null, checked against `kind`, lists as tuples. InvalidOption."""
     config = {name: value for name, value in values.items() if value is not None}
     config = {name: tuple(one) if isinstance(one, list) else one for name, one in config.items()}
-    check_types(dict.fromkeys(needed) | config, annotations_of(kind))
+    check_types(dict.fromkeys(required) | config, annotations_of(kind))
     check_ranges(config, kind)
     return config
 
 
-def _checked(values: Any) -> dict[str, Any]:
+def _checked_config(values: Any) -> dict[str, Any]:
     """The checked config of any kind of heads, lists as tuples. Raises InvalidOption."""
     if _is_eagle3(values):
-        return _eagle3(values)
+        return _eagle3_config(values)
     check_types({"it": values}, {"it": dict})
     version = values.get("format_version")
     if type(version) is not int or version != FORMAT_VERSION:
@@ -256,10 +256,10 @@ def _is_eagle3(values: Any) -> bool:
     return "speculators_model_type" in values or "draft_vocab_size" in values
 
 
-def _eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
+def _eagle3_config(values: Mapping[str, Any]) -> dict[str, Any]:
     config = _fields(values, _Eagle3)
     original = "speculators_model_type" not in config
-    layer = _layer(values if original else config.get("transformer_layer_config", {}))
+    layer = _layer_config(values if original else config.get("transformer_layer_config", {}))
     if config.get("fc_norm") and config.get("norm_before_fc"):
         raise InvalidOption("fc_norm is true beside norm_before_fc, expected one of them")
     states = {**config.get("eagle_config", {}), **values}.get(_STATES)
@@ -287,7 +287,7 @@ def _eagle3(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _layer(values: Mapping[str, Any]) -> dict[str, Any]:
+def _layer_config(values: Mapping[str, Any]) -> dict[str, Any]:
     config = _fields(values, _DecoderLayer, _Sizes.__annotations__)
     layer: dict[str, Any] = {
         **{"model_type": "llama", "rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False},
@@ -337,7 +337,7 @@ def remember(folder: Path, *, chosen: bool = False) -> bool:
     heads = folder.absolute()
     try:
         with files.locked(place := _file_of(base), wait=True):
-            old_entry = _object(place)
+            old_entry = _json_object(place)
             known = _folders(old_entry)
             others = [path for path in known if path != heads and _exists(path)]
             stays = not chosen and old_entry.get("chosen") is True and others[:1] == known[:1] != []
@@ -377,15 +377,15 @@ def find_known(
     """
     written = any(
         entry.get("sizes") == list(sizes) and (not chosen or entry.get("chosen") is True)
-        for entry in map(_object, known_place().glob("*.json"))
+        for entry in map(_json_object, registry_folder().glob("*.json"))
     )
-    pairs = ((path, _said(path)) for path in bundled)
+    pairs = ((path, _config(path)) for path in bundled)
     candidates = [
         path for path, meta in pairs if (meta.get("num_layers"), meta.get("hidden_size")) == sizes
     ]
     if not (written or candidates) or not (base := fingerprint()):
         return None
-    entry = _object(_file_of(base)) if written else {}
+    entry = _json_object(_file_of(base)) if written else {}
     known = _folders(entry)
     if chosen:  # that of another model of these sizes says nothing about this one
         known = known[:1] if entry.get("chosen") is True else []
@@ -397,23 +397,23 @@ def find_known(
             ", ".join(gone),
             f"selfspec heads use {other}" if other else f"rm {_file_of(base)}",
         )
-    hits = (path for path in (*known, *candidates) if _said(path).get("base_fingerprint") == base)
+    hits = (path for path in (*known, *candidates) if _config(path).get("base_fingerprint") == base)
     return next(hits, None)
 
 
 def known_folders() -> list[Path]:
     """Remembered folders that still exist; those in use first."""
-    entries = map(_object, sorted(known_place().glob("*.json")))
-    folders = (folder for entry in entries for folder in _folders(entry) if _said(folder))
+    entries = map(_json_object, sorted(registry_folder().glob("*.json")))
+    folders = (folder for entry in entries for folder in _folders(entry) if _config(folder))
     return [*dict.fromkeys(folders)]  # one folder may be listed for several models
 
 
-def known_place() -> Path:
+def registry_folder() -> Path:
     return files.cache_folder() / "known-heads"
 
 
 def _file_of(base: str) -> Path:
-    return known_place() / f"{base[:32]}.json"
+    return registry_folder() / f"{base[:32]}.json"
 
 
 def _folders(entry: dict[str, Any]) -> list[Path]:
@@ -426,7 +426,7 @@ def _exists(folder: Path) -> bool:
     return os.path.exists(folder)  # noqa: PTH110  # Path.exists raises without permission
 
 
-def _said(folder: Path) -> dict[str, Any]:
+def _config(folder: Path) -> dict[str, Any]:
     """The config of a folder of heads; empty if it holds none."""
     try:
         return read_config(folder)

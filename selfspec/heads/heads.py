@@ -63,7 +63,7 @@ class Packed(Protocol):
     def features(self, hidden: Tensor, beside: Tensor) -> Tensor:
         """The head's features, approximately; `beside` has the full width of the head's."""
 
-    def asked(self, hidden: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+    def ask(self, hidden: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
         """The features, and the output of `rows` for them."""
 
 
@@ -86,7 +86,7 @@ class ExitHead(nn.Module, ABC):
         states: int = 0,
     ) -> None:
         super().__init__()
-        self.beside = unembedding.weight.shape[1] * (1 + states) if self.reads_deep else 0
+        self.deep_size = unembedding.weight.shape[1] * (1 + states) if self.reads_deep else 0
         """Width of `deep`: the normed output of layer L, then raw states, which the head scales."""
         self.register_buffer("draft_ids", vocabulary.ids)
         self._target_vocab_size = unembedding.weight.shape[0]
@@ -103,18 +103,18 @@ class ExitHead(nn.Module, ABC):
         """Make the head's own modules, initialised for fitting."""
 
     def features(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
-        """[.., d] and `deep`, [.., up to `beside`], -> [.., d]; missing numbers of `deep` are 0."""
+        """[.., d] and `deep`, [.., up to `deep_size`], -> [.., d]; its missing numbers are 0."""
         hidden = hidden.to(self.rows.device)  # heads are on lm_head's device, not the layer's
-        beside = widened(deep, hidden, self.beside)
+        beside = widened(deep, hidden, self.deep_size)
         if (packed := self._packed_for(hidden)) is not None:
             return packed.features(hidden, beside)
         norm, direct, inner, outer = self.parts
         x: Tensor = norm(hidden)
-        if self.beside:
+        if self.deep_size:
             last, *states = beside.to(x).split(x.shape[-1], dim=-1)
             states = [nn.functional.rms_norm(state.float(), state.shape[-1:]) for state in states]
             x = torch.cat([x, last, *(state.to(x) for state in states)], dim=-1)
-        terms: list[Tensor] = [] if self.beside else [x]
+        terms: list[Tensor] = [] if self.deep_size else [x]
         if direct is not None:
             terms.append(direct(x))
         if inner is not None:
@@ -122,13 +122,13 @@ class ExitHead(nn.Module, ABC):
             terms.append(activations if outer is None else outer(activations))
         return reduce(torch.add, terms)
 
-    def asked(self, hidden: Tensor, deep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def ask(self, hidden: Tensor, deep: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[n, d] and `deep` -> `features` and their `unembed`; a single call if packed."""
         if (packed := self._packed_for(hidden)) is None:
             features = self.features(hidden, deep)
             return features, self.unembed(features)
-        beside = widened(deep, hidden, self.beside)
-        features, logits = packed.asked(hidden, beside)
+        beside = widened(deep, hidden, self.deep_size)
+        features, logits = packed.ask(hidden, beside)
         return features, self._finish(logits)
 
     def unembed(self, features: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class LinearHead(ExitHead):
     """Norm and a trained LM head (SpecBound section 3.1; AdaDecode), initialised from the model."""
 
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:  # noqa: ARG002  # the base's
-        self.norm = _own_norm(unembedding)
+        self.norm = _trainable_norm(unembedding)
         self.weight = nn.Parameter(self._shared.pop().clone())
         return Parts(self.norm)
 
@@ -207,9 +207,9 @@ class TranslatorHead(ExitHead):
     """Norm, identity plus an affine map, the model's unembedding (as in the tuned lens)."""
 
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:  # noqa: ARG002  # the base's
-        self.norm = _own_norm(unembedding)
+        self.norm = _trainable_norm(unembedding)
         size = unembedding.weight.shape[1]
-        self.up = _zeros(size, size, unembedding)
+        self.up = _zero_linear(size, size, unembedding)
         return Parts(self.norm, direct=self.up)
 
 
@@ -226,12 +226,12 @@ class DeepFusedHead(ExitHead):
 
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:
         size = unembedding.weight.shape[1]
-        inputs, width = size + self.beside, inner_size or 2 * size
-        self.norm = _own_norm(unembedding)
+        inputs, width = size + self.deep_size, inner_size or 2 * size
+        self.norm = _trainable_norm(unembedding)
         self.change = nn.ModuleDict()
-        self.change["direct"] = direct = _zeros(inputs, size, unembedding)
+        self.change["direct"] = direct = _zero_linear(inputs, size, unembedding)
         self.change["inner"] = inner = nn.Linear(inputs, width).to(unembedding.weight)
-        self.change["outer"] = outer = _zeros(width, size, unembedding)
+        self.change["outer"] = outer = _zero_linear(width, size, unembedding)
         return Parts(self.norm, direct=direct, inner=inner, outer=outer)
 
 
@@ -245,17 +245,17 @@ class MedusaHead(ExitHead):
 
     def _build(self, unembedding: Unembedding, inner_size: int | None) -> Parts:  # noqa: ARG002  # the base's
         size = unembedding.weight.shape[1]
-        self.inner = _zeros(size, size, unembedding)
+        self.inner = _zero_linear(size, size, unembedding)
         return Parts(nn.Identity(), inner=self.inner)  # the state is already normed
 
 
-def _own_norm(unembedding: Unembedding) -> nn.Module:
+def _trainable_norm(unembedding: Unembedding) -> nn.Module:
     """A trainable copy of the final norm on lm_head's device, without accelerate's hooks."""
     norm: nn.Module = remove_hook_from_module(copy.deepcopy(unembedding.norm))
     return norm.to(unembedding.weight.device).requires_grad_(True)
 
 
-def _zeros(inputs: int, outputs: int, unembedding: Unembedding) -> nn.Linear:
+def _zero_linear(inputs: int, outputs: int, unembedding: Unembedding) -> nn.Linear:
     layer = nn.Linear(inputs, outputs).to(unembedding.weight)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)

@@ -298,7 +298,7 @@ def _attended(
         features = nn.functional.pad(heads.head.features(output), (0, 0, 1, 0))
         valid = nn.functional.pad(places > step, (1, 0))
         yield features[filled], valid.expand_as(filled)[filled]
-        states = heads.fed(output).roll(1, 1)
+        states = heads.next_states(output).roll(1, 1)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from selfspec import files
 from selfspec.api import speculator as facade
 from selfspec.cli.main import main
 from selfspec.errors import HeadsMismatch, InvalidHeads, ModelNotFound
-from selfspec.heads.folder import known_place
+from selfspec.heads.folder import registry_folder
 from selfspec.hub import models as hub
 from selfspec.training import records
 from tests.cli.fakes import Call, FakeSpeculator
@@ -57,7 +57,7 @@ def test_list_names_all_heads_and_skips_a_damaged_folder(toy: Path, call: Call) 
     assert line.split() == ["toy", "toy-model", "2,", "4", "translator", "1.0"]
     (toy.parent / "bad").mkdir()
     (toy.parent / "bad" / "config.json").write_text("{")
-    files.write(known_place() / "bad.json", '{"folders": ["~nobody-here", "zero\\u0000byte"]}')
+    files.write(registry_folder() / "bad.json", '{"folders": ["~nobody-here", "zero\\u0000byte"]}')
     captured = call(["heads", "list", "--json"])
     (row,) = json.loads(captured.out)
     assert row["name"] == "toy"

@@ -30,7 +30,7 @@ from selfspec.cli.heads import incomplete
 from selfspec.cli.main import main
 from selfspec.errors import HeadsMismatch, HeadsNotFound
 from selfspec.heads.exit_heads import HeadsConfig
-from selfspec.heads.folder import find_known, known_folders, known_place, read_config, remember
+from selfspec.heads.folder import find_known, known_folders, read_config, registry_folder, remember
 from selfspec.hub import models as hub
 from selfspec.options import Costs
 from tests.authors import RECIPE
@@ -133,15 +133,15 @@ def test_heads_fitted_here_are_found_by_the_weights_of_their_model(
     # pulled heads become known and come first; folders that are gone are skipped
     assert main(["heads", "pull", "heads"]) == 0
     assert load("tiny-vicuna", dtype="float32").heads is not None
-    assert json.loads(next(known_place().glob("*.json")).read_text())["folders"][0].endswith(
+    assert json.loads(next(registry_folder().glob("*.json")).read_text())["folders"][0].endswith(
         "selfspec/heads/heads"
     )
-    shutil.rmtree(known_place().parent / "heads" / "heads")
+    shutil.rmtree(registry_folder().parent / "heads" / "heads")
     with caplog.at_level(logging.INFO):
         assert heads_in_use() == workplace / "heads", "the heads before it"
     assert "selfspec/heads/heads and are gone. If they were moved" in caplog.text
     assert f"to forget them: selfspec heads use {workplace / 'heads'}" in caplog.text
-    next(known_place().glob("*.json")).write_text('{"sizes": [6, 32], "folders": [5]}')
+    next(registry_folder().glob("*.json")).write_text('{"sizes": [6, 32], "folders": [5]}')
     assert load("tiny-vicuna", dtype="float32").heads is None
 
 
@@ -162,7 +162,7 @@ def test_chosen_heads_stay_in_use_until_the_next_choice(
     shutil.copytree("heads", tmp_path / "mine")
     output = call(["heads", "use", str(tmp_path / "mine")]).out
     assert "--drafter" not in output
-    assert f"to undo this choice: rm {known_place()}" in caplog.text
+    assert f"to undo this choice: rm {registry_folder()}" in caplog.text
     assert f"heads          {tmp_path / 'mine'}\n" in call(["env", *MODEL]).out
     for _ in range(2):  # the folder may be known already
         assert not remember(Path("heads"))
@@ -176,7 +176,7 @@ def test_chosen_heads_stay_in_use_until_the_next_choice(
     with caplog.at_level(logging.INFO):
         assert heads_in_use() == tmp_path / "mine"
     assert "heads gain nothing, so ngram drafts. To try them: --drafter ngram+exit" in caplog.text
-    known = next(known_place().glob("*.json"))
+    known = next(registry_folder().glob("*.json"))
     known.write_text(known.read_text().replace(str(tmp_path), "/" + "far" * 2000))
     assert heads_in_use() == workplace / "heads", "a path too long to look up is skipped"
 
@@ -187,7 +187,7 @@ def test_another_models_choice_is_none_for_this_one(workplace: Path) -> None:
     sizes = config["num_layers"], config["hidden_size"]
     fingerprint = partial(str, config["base_fingerprint"])
     other = {"sizes": sizes, "chosen": True, "folders": [str(workplace / "others")]}
-    (known_place() / "other.json").write_text(json.dumps(other))
+    (registry_folder() / "other.json").write_text(json.dumps(other))
     assert find_known(sizes, fingerprint) == workplace / "heads"
     assert find_known(sizes, fingerprint, chosen=True) is None
 

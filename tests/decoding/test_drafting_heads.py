@@ -194,7 +194,7 @@ def test_a_conversation_reuses_the_heads_kv_cache(backbone: Backbone) -> None:
     assert reply.token_ids == expected.token_ids
     assert reply.stats.reused_tokens >= 50
     assert reply.stats.drafted == expected.stats.drafted > 0
-    readings = [one.longest(prompt[0, 1:].tolist()) for one in (heads, new_heads)]
+    readings = [one.longest_match(prompt[0, 1:].tolist()) for one in (heads, new_heads)]
     keys = [reading.kv.first(len(reading.ids), 0)[0] for reading in readings if reading is not None]
     torch.testing.assert_close(*keys, rtol=1e-4, atol=1e-4)
 
@@ -241,7 +241,7 @@ def test_heads_recover_from_an_interrupt_within_a_round(
     list(rounds(*setup))
     assert state.ids[0, 30:].tolist() == expected.tokens
     assert state.attention is not None
-    assert state.attention.waiting + len(state.attention.ids) == state.kv.length(0)
+    assert state.attention.waiting_rows + len(state.attention.ids) == state.kv.length(0)
 
 
 @pytest.mark.parametrize("name", ["llama", "original-llama"])
@@ -363,7 +363,7 @@ def test_packed_heads_are_exact_to_8_bits(kind: str, dtype: torch.dtype, family:
     def answers() -> list[Tensor]:
         with torch.no_grad():
             features = [heads.first.features(hidden, deep) for deep in variants]
-            answer = heads.first.asked(hidden[0], hidden[1])
+            answer = heads.first.ask(hidden[0], hidden[1])
             return [*features, *answer, heads.first.unembed(hidden)]
 
     whole = answers()

@@ -56,7 +56,7 @@ def test_heads_read_the_deep_states_that_they_were_fitted_to(precise: Backbone) 
     assert len({entry.accepted for entry in answer.entries}) > 2
     batch = pad_batch([Conversation(tuple(text), ((1, len(text)),))])
     expected: Any = features(precise, FeatureSpec.read_by(heads), batch).deep
-    assert expected.shape[-1] == heads[0].beside == 3 * precise.hidden_size
+    assert expected.shape[-1] == heads[0].deep_size == 3 * precise.hidden_size
     assert len(keeper.deep) > 3
     for position, deep in keeper.deep.items():
         # float64 with norms in float32; largest difference measured: 3e-7
@@ -91,13 +91,13 @@ class ScriptedHeads:
         self.decide = decide
         self.seen: list[tuple[int, int, Tensor]] = []  # draft, layer, hidden state
 
-    reads_deep, beside = False, 0
+    reads_deep, deep_size = False, 0
 
     def __getitem__(self, layer: int) -> ScriptedHeads:
         self.layer = layer
         return self
 
-    def asked(self, hidden: Tensor, deep: Tensor | None) -> tuple[Tensor, Tensor]:
+    def ask(self, hidden: Tensor, deep: Tensor | None) -> tuple[Tensor, Tensor]:
         assert hidden.shape == (1, 32)
         # rows entered since the round began: the newest token's, then one per draft
         step = self.state.hidden.row_count - 1

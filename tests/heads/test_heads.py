@@ -243,7 +243,7 @@ def states(count: int, seed: int = 0) -> Tensor:
 
 
 def asked(head: ExitHead, hidden: Tensor, count: int = 3, **options: Any) -> Answer:
-    features, logits = head.asked(hidden, states(len(hidden), seed=1))
+    features, logits = head.ask(hidden, states(len(hidden), seed=1))
     return Answer.read(features, logits, scored(head, logits, TEMPERATURE, count, **options))
 
 

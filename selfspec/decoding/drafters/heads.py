@@ -336,9 +336,9 @@ class PackedHead:
     def __init__(self, head: ExitHead, rows: CompiledLinear) -> None:
         """`rows`: the head's unembedding rows. Raises ValueError if it cannot be compiled."""
         self.rows, width = rows, rows.in_features
-        self._program = Program(rows.dtype, width + head.beside)
+        self._program = Program(rows.dtype, width + head.deep_size)
         self._features = self._program.buffer("features", width)
-        self._program.add_layer(list(self._operations(head.parts, head.beside)))
+        self._program.add_layer(list(self._operations(head.parts, head.deep_size)))
         self._logits = self._program.buffer("logits", rows.out_features)
         self._program.add_layer([self._program.linear(self._features, self._logits, rows)])
 
@@ -347,12 +347,12 @@ class PackedHead:
         (features,) = self._program.transform(rows.reshape(-1, rows.shape[-1]), self._features)
         return features.view_as(hidden)
 
-    def asked(self, hidden: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+    def ask(self, hidden: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
         rows, buffers = torch.cat([hidden, beside], dim=-1), (self._features, self._logits)
         features, logits = self._program.transform(rows, *buffers, layers=2)
         return features, logits
 
-    def _operations(self, parts: Parts, beside: int) -> Iterator[Operation]:
+    def _operations(self, parts: Parts, deep_size: int) -> Iterator[Operation]:
         program, output, width = self._program, self._features, self.rows.in_features
         alone = parts.direct is None and parts.inner is None
         if alone or not isinstance(parts.norm, nn.Identity):
@@ -361,7 +361,7 @@ class PackedHead:
         if alone:
             return
         scale = Norm(torch.ones(width), None, torch.finfo(torch.float32).eps, False, False)
-        for state in range(2 * width, width + beside, width):  # after the last layer's output
+        for state in range(2 * width, width + deep_size, width):  # after the last layer's output
             yield program.norm(HIDDEN, HIDDEN, scale, at=state)
         terms = 0.0  # 1: the output buffer already holds a term
         if parts.inner is not None:
@@ -375,7 +375,7 @@ class PackedHead:
         if parts.direct is not None:
             direct = _light_linear(parts.direct.weight, parts.direct.bias)
             yield program.linear(HIDDEN, output, direct, adds=terms)
-        if not beside:
+        if not deep_size:
             yield program.add(HIDDEN, output, 1.0)
 
 
