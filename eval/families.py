@@ -85,7 +85,7 @@ def try_family(family: str) -> Row:
     if difference:
         return Row(family, class_name, "WRONG", executor, difference)
     note = "" if model.dtype == torch.float64 else "texts compared in float32: no float64 there; "
-    note += "" if executor == "fused" else f"not fused: {backbone.refused['fused'][:_MOST_WORDS]}"
+    note += "" if executor == "fused" else f"not fused: {backbone.refusals['fused'][:_MOST_WORDS]}"
     return Row(family, class_name, "exact", executor, note)
 
 

@@ -117,7 +117,7 @@ def split(
         backbone.run(behind[:count], 0, layers, Rows.of(kv, in_front, count, CPU))
         kv.truncate(in_front)
 
-    works: dict[str, Work] = {name: partial(run, whole.only(of)) for name, of in PARTS.items()}
+    works: dict[str, Work] = {name: partial(run, whole.of_kinds(of)) for name, of in PARTS.items()}
     works[UNEMBEDDING] = lambda count: backbone.logits(behind[:count])
     seconds = measure(works, counts, Clock(CPU, repeats))
     facts = {"model": files.label, "dtype": str(backbone.dtype), "in_front": in_front}

@@ -476,7 +476,7 @@ def _speculator(
     tokenizer, turn_end = templates.choose_template(tokenizer, template, exit_heads, label)
     base = SpeculationOptions()
     if exit_heads is not None:
-        if backbone.claims.replayed is None:  # CUDA graphs capture torch's own kernels alone
+        if backbone.claims.replay is None:  # CUDA graphs capture torch's own kernels alone
             pack(exit_heads)
         base = base.updated(exit_heads.config.defaults).updated(tuned.read(backbone, exit_heads))
         if base.speculate and not base.uses(Exit.kind) and "drafter" not in options:

@@ -468,7 +468,7 @@ def _model_facts(args: Args) -> tuple[dict[str, Any], StepSpeed]:
     heads = heads_for(model, lambda: backbone.fingerprint, chosen=source.is_default)
     default = hub.DEFAULT_HEADS if source.is_default else hub.NO_HEADS
     facts = {"model": source.label, "heads": hub.heads_name(heads) if heads else default}
-    refusals = {f"no_{name}_executor": reason for name, reason in backbone.refused.items()}
+    refusals = {f"no_{name}_executor": reason for name, reason in backbone.refusals.items()}
     facts |= {"executor": backbone.executor_name, **refusals, "drafts": drafts}
     return facts, step_speed(backbone)
 

@@ -315,7 +315,7 @@ class Runtime:
             drafter = kind(heads, judge, drafting.sampler, guesses)
         else:
             drafter = (AttendingDrafter if attends else ExitDrafter)(heads, judge, drafting)
-        if self.backbone.claims.replayed is not None:
+        if self.backbone.claims.replay is not None:
             drafter.warm_up(self.backbone)
         return drafter
 
@@ -577,7 +577,7 @@ class Engine:
         kv, ids = running.state.kv, running.state.committed(0)
         if not isinstance(kv, PooledKVCache):
             return True
-        cached = self._store.held(ids)
+        cached = self._store.prefix_length(ids)
         for other in self._entering:
             shared = common_prefix(ids[:-1], other.state.committed(0))
             if shared // POSITIONS * POSITIONS > cached:
@@ -632,7 +632,7 @@ class Engine:
     def _end(self, running: Running) -> None:
         running.ended = True
         running.steps.close()
-        self._store.done(running.state.kv, running.state.committed(0))
+        self._store.release(running.state.kv, running.state.committed(0))
 
     def _fail(self, running: Running, error: BaseException) -> None:
         if not running.ended:

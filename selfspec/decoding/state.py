@@ -144,7 +144,7 @@ class Ask(Work):
         return Ask, id(self.head), self.temperature, self.count, self.signal
 
     def do(self, alike: Sequence[Ask], _others: Sequence[Work]) -> list[Answer]:
-        replay, hidden = self.backbone.claims.replayed, [work.hidden for work in alike]
+        replay, hidden = self.backbone.claims.replay, [work.hidden for work in alike]
         inputs = [self.hidden if len(alike) == 1 else torch.cat(hidden)]
         if (deep := joined([work.deep for work in alike], hidden, self.head.deep_size)) is not None:
             inputs.append(deep)

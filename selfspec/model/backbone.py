@@ -64,11 +64,11 @@ class Backbone(Decoder):
         super().__init__(model)
         if fingerprint is not None:
             self.fingerprint = fingerprint
-        self.refused: dict[str, str] = {}  # by executor: why it cannot run this model
+        self.refusals: dict[str, str] = {}  # by executor: why it cannot run this model
         self.passed = Passed.by(model, executor, loaded_from)
         passages = [] if "layers" in self.passed else self._conform()
         self.executor_name, self._executor = self._choose(executor, passages)
-        if self.refused or self.mode is not nullcontext or self.device.type != "cpu":
+        if self.refusals or self.mode is not nullcontext or self.device.type != "cpu":
             self.passed = Passed(None)
         self.passed.add("layers")
         if self.executor_name != "fused":  # the fused executor has no dropout
@@ -88,7 +88,7 @@ class Backbone(Decoder):
             )
             logger.warning(text, type(model).__name__, self.mixing)
         self._watch = ModelWatch(model)
-        self._captured: set[Hashable] = set()
+        self._captured_keys: set[Hashable] = set()
 
     def __reduce__(self) -> NoReturn:
         """Raise TypeError: compiled code holds the addresses of this object's weights."""
@@ -152,11 +152,11 @@ class Backbone(Decoder):
         UnsupportedModel for a tree if the model runs no trees.
         """
         executor = self._executor
-        if not rows.are_chains and self._no_trees is not None:
-            raise self._no_trees
+        if not rows.are_chains and self._trees_error is not None:
+            raise self._trees_error
         layers = sorted(layer for layer in states or () if first < layer < last)
         run = executor.run
-        if layers and self.claims.keeps:
+        if layers and self.claims.keeps_states:
             run = partial(cast("FusedExecutor", executor).run, states=states)
         elif states is not None:
             for layer in layers:
@@ -184,9 +184,9 @@ class Backbone(Decoder):
     ) -> None:
         """Run each pass between `depths` once, so that no request waits for graph captures."""
         key = depths, counts, slots
-        if self.claims.replayed is None or key in self._captured:
+        if self.claims.replay is None or key in self._captured_keys:
             return
-        self._captured.add(key)
+        self._captured_keys.add(key)
         kv = KVCache(self.num_layers, slots)
         kv.extend(start, 0, self.num_layers)
         for count in counts:
@@ -225,14 +225,14 @@ class Backbone(Decoder):
 
     @property
     def runs_trees(self) -> bool:
-        return self._no_trees is None
+        return self._trees_error is None
 
     @cached_property
-    def _no_trees(self) -> UnsupportedModel | None:
+    def _trees_error(self) -> UnsupportedModel | None:
         """The error if the model runs no trees, else None; tested on first use."""
         try:
             if "trees" not in self.passed:  # own layers: no need to capture graphs of single layers
-                check.check_trees(self, self.own if self.claims.replayed else self._executor)
+                check.check_trees(self, self.generic if self.claims.replay else self._executor)
         except UnsupportedModel as error:
             return error
         self.passed.add("trees")
@@ -253,23 +253,23 @@ class Backbone(Decoder):
     def _choose(self, name: str, passages: Sequence[check.Passage]) -> tuple[str, Executor]:
         """The executor `name`, or the fastest that runs. Raises UnsupportedModel."""
         best = {"cpu": "fused", "cuda": "cuda-graph"}.get(self.device.type, "generic")
-        asked, choice = name != AUTO, best if name == AUTO else name
+        required, choice = name != AUTO, best if name == AUTO else name
         try:
-            return choice, self._made(choice, passages, asked=asked)
+            return choice, self._make(choice, passages, required=required)
         except Exception as error:  # on any failure the model's own modules run
-            self.refused[choice] = first_line(error)
-            if asked:
+            self.refusals[choice] = first_line(error)
+            if required:
                 raise UnsupportedModel(
-                    f"the {name} executor cannot run it: {self.refused[choice]}. Leave the "
+                    f"the {name} executor cannot run it: {self.refusals[choice]}. Leave the "
                     "executor out, or choose generic"
                 ) from error
-            logger.debug("no %s executor: %s", choice, self.refused[choice])
-            return "generic", self.own
+            logger.debug("no %s executor: %s", choice, self.refusals[choice])
+            return "generic", self.generic
 
-    def _made(self, name: str, passages: Sequence[check.Passage], *, asked: bool) -> Executor:
+    def _make(self, name: str, passages: Sequence[check.Passage], *, required: bool) -> Executor:
         """Make an executor; raises if it cannot run the model or computes something else."""
         if name == "generic":
-            return self.own
+            return self.generic
         if name == "fused":
             with check.evaluation(self.model):  # making it runs the model's parts
                 fused = FusedExecutor(self.parts, self.lm_head)
@@ -283,7 +283,7 @@ class Backbone(Decoder):
                 graphs.start_capture()
         else:
             logger.warning("no CUDA device: segments run uncaptured, which gains nothing")
-        if not (asked or graphs.replays.captures):
+        if not (required or graphs.replays.captures):
             raise ValueError("segments cannot be captured")
         return graphs
 

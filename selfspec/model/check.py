@@ -99,7 +99,7 @@ class Passage(NamedTuple):
     """The outputs of the model's own modules for a block of random ids."""
 
     start: int  # the first row's position
-    held: int | None  # planted slots before it; None: continues the earlier blocks' cache
+    planted: int | None  # planted slots before it; None: continues the earlier blocks' cache
     hidden: tuple[Tensor, ...]  # [T, d] each: before the first layer, and after each layer
     logits: Tensor  # [T, V], unfinished output of the unembedding
 
@@ -133,11 +133,11 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
                 raise unsupported(decoder.model, f"{reason} (prompt tuning does)")
             hidden = [decoder.embed(block)]
             for index, layer in enumerate(decoder.layers[:count]):
-                hidden.append(decoder.own.run(hidden[-1], index, index + 1, rows))
+                hidden.append(decoder.generic.run(hidden[-1], index, index + 1, rows))
                 pages.release(layer)
                 place = f"layer {index + 1}" + (f" after {start} positions" if start else "")
                 _require_equal(hidden[-1], expected[layer][0], place, decoder)
-            logits = decoder.own.unembed(hidden[-1])[1]
+            logits = decoder.generic.unembed(hidden[-1])[1]
             pages.release(decoder.lm_head)
             _require_equal(decoder.finish(logits), output.logits[0].float(), "the logits", decoder)
             passages.append(Passage(start, held, tuple(hidden), logits))
@@ -159,9 +159,9 @@ def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passag
             for layer, (source, expected) in enumerate(pairwise(hidden)):
                 output = other.run(source, layer, layer + 1, rows)
                 error = _error(output - expected, decoder.layers[layer])
-                if not error <= bound * _size(expected - source) + _rounding(expected):
+                if not error <= bound * _rms(expected - source) + _rounding(expected):
                     raise ValueError(f"layer {layer + 1} comes out differently at position {start}")
-            if not _size(other.unembed(hidden[-1])[1] - logits) <= bound * _size(logits):
+            if not _rms(other.unembed(hidden[-1])[1] - logits) <= bound * _rms(logits):
                 raise ValueError("the logits come out differently")
 
 
@@ -185,8 +185,8 @@ def check_trees(decoder: Decoder, executor: Executor) -> None:
             for layer in range(decoder.num_layers):
                 output = executor.run(hidden, layer, layer + 1, tree)
                 expected = executor.run(hidden[path], layer, layer + 1, chain)
-                added = _size(expected - hidden[path].to(expected.device))
-                if not _size(output[path] - expected) <= bound * added + _rounding(expected):
+                added = _rms(expected - hidden[path].to(expected.device))
+                if not _rms(output[path] - expected) <= bound * added + _rounding(expected):
                     raise UnsupportedModel(
                         f"layer {layer + 1} comes out differently beside siblings, at position "
                         f"{start}: this model runs no trees of drafts. Draft chains"
@@ -200,16 +200,16 @@ def isolates_sequences(decoder: Decoder, executor: Executor) -> bool:
     texts = ids[:1], ids[1:4], ids[4:]
     apart, joined = ([KVCache(layers) for _ in texts] for _ in range(2))
 
-    def behind(caches: Sequence[KVCache]) -> list[Rows]:
+    def next_rows(caches: Sequence[KVCache]) -> list[Rows]:
         pairs = zip(caches, texts, strict=True)
         return [Rows.of(kv, kv.length(0), len(text), ids.device) for kv, text in pairs]
 
     with torch.inference_mode(), decoder.mode(), evaluation(decoder.model):
         parts = [decoder.embed(text) for text in texts]
         for _ in range(2):  # the second time after the cached rows of the first
-            pairs = zip(parts, behind(apart), strict=True)
+            pairs = zip(parts, next_rows(apart), strict=True)
             expected = [executor.run(part, 0, layers, rows) for part, rows in pairs]
-            output = executor.run(torch.cat(parts), 0, layers, Rows.joined(behind(joined)))
+            output = executor.run(torch.cat(parts), 0, layers, Rows.joined(next_rows(joined)))
             if not torch.equal(output, torch.cat(expected)):
                 return False
     return True
@@ -240,17 +240,17 @@ def named_positions(fields: Mapping[str, Any], limit: int) -> set[int]:
 
 
 class PlantedKVCache(KVCache):
-    """Pretends to hold `held` positions, with keys 0 and values that reveal which are attended to.
+    """Pretends to hold `count` positions, with keys 0 and values that reveal which are attended to.
 
     It keeps nothing that a layer adds: one block runs through it, and memory is needed for one
     layer only. The first values, at the edge of a window, outweigh all others together.
     """
 
-    def __init__(self, num_layers: int, held: int) -> None:
+    def __init__(self, num_layers: int, count: int) -> None:
         super().__init__(num_layers)
-        self._planted = held
-        self._marks = [size * held / _MARKED**2 for size in range(1, min(_MARKED, held) + 1)]
-        self.extend(held, 0, num_layers)
+        self._planted = count
+        self._marks = [size * count / _MARKED**2 for size in range(1, min(_MARKED, count) + 1)]
+        self.extend(count, 0, num_layers)
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
@@ -266,12 +266,12 @@ class PlantedKVCache(KVCache):
 
     def pages(self, count: int, first: int, layout: PageLayout) -> list[Page]:
         """All pages; the planted ones after the first share one empty page."""
-        if self._planted and not self.held:
+        if self._planted and not self.held_pages:
             marked, empty = Page(layout), Page(layout)
             for slot, size in enumerate(self._marks):
                 for _, values in layout.slots(marked.numbers, slot):
                     values.fill_(size)
-            self.held = [marked, *[empty] * (self._planted // POSITIONS - 1)]
+            self.held_pages = [marked, *[empty] * (self._planted // POSITIONS - 1)]
         return super().pages(count, first, layout)
 
     def move_to(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -298,10 +298,10 @@ def _rounding(hidden: Tensor) -> float:
     If a layer adds little to a large state, as to the massive activations of some models, this
     exceeds the error of what it adds: 0.38 of 4.5, in bfloat16, beside a hidden state of 475.
     """
-    return torch.finfo(hidden.dtype).eps / 8 * _size(hidden)
+    return torch.finfo(hidden.dtype).eps / 8 * _rms(hidden)
 
 
-def _size(values: Tensor) -> float:
+def _rms(values: Tensor) -> float:
     """Root mean square."""
     return float(values.float().square().mean().sqrt())
 
@@ -310,7 +310,7 @@ def _error(values: Tensor, layer: nn.Module) -> float:
     """Root mean square; with experts, of the median row: rounding may switch a row's expert."""
     if any(name.endswith("experts") for name, _ in layer.named_modules()):
         return float(values.float().square().mean(-1).sqrt().median())
-    return _size(values)
+    return _rms(values)
 
 
 @contextmanager
@@ -373,21 +373,21 @@ def find_mixing(decoder: Decoder, executor: Executor) -> str | None:
                 for index, row in enumerate(block[:_ALONE].split(1))
             ]
             kv.truncate(_BEHIND, layer, layer + 1)
-            spiked = executor.run(_spiked(block), layer, layer + 1, block_rows)
+            spiked = executor.run(_spike(block), layer, layer + 1, block_rows)
             kv.truncate(_BEHIND, layer, layer + 1)
             source, block = block, executor.run(block, layer, layer + 1, block_rows)
             added = block - source.to(block.device)
             change = _change(block[:1], spiked[:1], added[:1])
-            bound = _AGREEMENT[decoder.dtype] * _size(added[:_ALONE]) + _rounding(block[:_ALONE])
+            bound = _AGREEMENT[decoder.dtype] * _rms(added[:_ALONE]) + _rounding(block[:_ALONE])
             error = _error(torch.cat(singles) - block[:_ALONE], decoder.layers[layer])
             if change is not None or not error <= bound:
                 return f"layer {layer + 1}, {change or _BY_COUNT}"
         logits, spiked, single = (
             decoder.finish(executor.unembed(hidden)[1])[:1]
-            for hidden in (block, _spiked(block), block[:1])
+            for hidden in (block, _spike(block), block[:1])
         )
         change = _change(logits, spiked, logits)
-        if change is None and _size(single - logits) <= _AGREEMENT[decoder.dtype] * _size(logits):
+        if change is None and _rms(single - logits) <= _AGREEMENT[decoder.dtype] * _rms(logits):
             return None
         return f"the logits, {change or _BY_COUNT}"
 
@@ -396,12 +396,12 @@ def _change(row: Tensor, spiked: Tensor, added: Tensor) -> str | None:
     """How much outlying neighbours change a row, [1, ..], relative to `added`, for the user."""
     if torch.equal(row, spiked):
         return None
-    change = _size(spiked - row) / _size(added)
+    change = _rms(spiked - row) / _rms(added)
     small = change <= _ROUNDING.get(row.dtype, 0.0)
     return None if small else f"by {change:.2g} of what it computes"
 
 
-def _spiked(rows: Tensor) -> Tensor:
+def _spike(rows: Tensor) -> Tensor:
     """[T, d] with some numbers multiplied, at different places of each row but the first."""
     spiked, step = rows.clone(), max(64, rows.shape[-1] // 8)
     for row in range(1, len(rows)):

@@ -27,10 +27,10 @@ from selfspec.model.kv import (
     Rows,
     Span,
     ancestors,
+    count_unseen,
     depths,
     fixed_slots,
     free_bytes,
-    held_behind,
     upload,
     with_zeros,
 )
@@ -82,7 +82,7 @@ class StaticSlots:
                 others = [lane for lane, tenant in tenants.items() if tenant not in caches]
                 lane = min((other for other in others if tenants[other] is None), default=others[0])
                 self._recall(lane)
-                keys, values = self._of_lane(lane)
+                keys, values = self._lane_views(lane)
                 for buffer in (*keys, *values):
                     buffer.zero_()  # masked slots have weight 0, but 0 times NaN is NaN
                 kv.move_to(keys, values)
@@ -94,11 +94,11 @@ class StaticSlots:
         """Move the lane's sequence into buffers of its own, unless it no longer exists."""
         if (tenant := self._tenants[lane]()) is not None:
             length = max(tenant.length(layer) for layer in range(tenant.num_layers))
-            buffers = ([_zeros(like, length) for like in views] for views in self._of_lane(lane))
+            buffers = ([_zeros(like, length) for like in views] for views in self._lane_views(lane))
             tenant.move_to(*buffers)
         self._tenants[lane] = lambda: None
 
-    def _of_lane(self, lane: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _lane_views(self, lane: int) -> tuple[list[Tensor], list[Tensor]]:
         return [one[:, :, lane] for one in self.keys], [one[:, :, lane] for one in self.values]
 
 
@@ -111,7 +111,7 @@ class SlotView(NamedTuple):
     keys: Tensor  # [1, heads, lanes, slots, head_dim]
     values: Tensor
     places: Tensor  # [rows]: slots, numbered through all lanes
-    seen: int  # number of slots of each lane that the layer reads
+    slots: int  # number of slots of each lane that the layer reads
 
     def update(
         self, keys: Tensor, values: Tensor, *_: object, **__: object
@@ -119,7 +119,7 @@ class SlotView(NamedTuple):
         """Write [1, heads, rows, head_dim] at `places`; return seen slots, [1, heads, S, ..]."""
         self.keys.flatten(2, 3).index_copy_(2, self.places, keys)
         self.values.flatten(2, 3).index_copy_(2, self.places, values)
-        views = self.keys[..., : self.seen, :], self.values[..., : self.seen, :]
+        views = self.keys[..., : self.slots, :], self.values[..., : self.slots, :]
         return views[0].flatten(2, 3), views[1].flatten(2, 3)
 
 
@@ -131,7 +131,7 @@ class Segment(NamedTuple):
     first: int
     last: int
     rows: int
-    seen: int  # slots of each lane
+    slots: int  # slots of each lane
 
 
 def _zeros(like: Tensor, *slots: int) -> Tensor:
@@ -205,7 +205,7 @@ class Replays:
     def run(self, key: Hashable, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs of `work`, by the graph of `key`; copy them before the next run."""
         entry = self._graphs.pop(key, None)
-        graph, buffers = entry or self._captured(work, inputs)
+        graph, buffers = entry or self._capture_work(work, inputs)
         self._graphs[key] = graph, buffers  # newest last
         for buffer, source in zip(buffers, inputs, strict=True):
             buffer.copy_(source)
@@ -218,7 +218,7 @@ class Replays:
         if self.captures and not self._graphs:  # a pool without graphs cannot be reused
             self._capture = self._strategy()
 
-    def _captured(self, work: Work, inputs: Sequence[Tensor]) -> tuple[Work, list[Tensor]]:
+    def _capture_work(self, work: Work, inputs: Sequence[Tensor]) -> tuple[Work, list[Tensor]]:
         """Capture a work; if that fails, run it and all later ones uncaptured."""
         if len(self._graphs) >= _MOST_GRAPHS:
             self._graphs.pop(next(iter(self._graphs)))
@@ -265,12 +265,12 @@ def compiled_layer(compiler: str) -> Callable[..., Tensor]:
     work = torch.compile(run_layer, backend=compiler, fullgraph=True, dynamic=True, options=options)
     shapes: Any = torch.fx.experimental._config  # else equal numbers of rows and heads are merged
 
-    def through(*arguments: Any, **keywords: Any) -> Tensor:
+    def run_compiled(*arguments: Any, **keywords: Any) -> Tensor:
         limit = torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED)
         with limit, shapes.patch(use_duck_shape=False):
             return work(*arguments, **keywords)
 
-    return through
+    return run_compiled
 
 
 class CudaGraphExecutor:
@@ -291,16 +291,16 @@ class CudaGraphExecutor:
         with torch.inference_mode(False):
             self._hidden = weight.new_zeros(_MOST_ROWS, config.hidden_size)
             self._offsets = torch.arange(_MOST_ROWS, device=weight.device)
-            self._where = self._offsets.new_zeros(2, _MOST_ROWS)  # positions, and slots in a lane
+            self._places = self._offsets.new_zeros(2, _MOST_ROWS)  # positions, and slots in a lane
             self._tree = self._offsets.new_zeros(_LANES + 1, _MOST_ROWS)
-        self._slots = StaticSlots(self._one_position(), self._count(min(slots, self._limit)))
+        self._slots = StaticSlots(self._one_position(), self._slot_count(min(slots, self._limit)))
         self._most_lanes = _MOST_LANES
-        self._planted: object = None
-        self._alike = 1  # maximum rows of a pass that have the bits of single-row passes
+        self._uploaded_trees: object = None
+        self._alike_rows = 1  # maximum rows of a pass that have the bits of single-row passes
         self.replays = Replays(lambda: uncaptured)
-        self._through: Callable[..., Tensor] = run_layer
+        self._layer_function: Callable[..., Tensor] = run_layer
         self._lock = threading.Lock()  # several threads may decode
-        self.claims = Claims(replayed=self._replayed)
+        self.claims = Claims(replay=self._replay)
 
     def start_capture(
         self, strategy: Callable[[], Capture] | None = None, compiler: str | None = "inductor"
@@ -314,16 +314,16 @@ class CudaGraphExecutor:
         try:
             if compiler is not None:
                 logger.info("compiling layers for this device: half a minute, the first time")
-                self._through = compiled_layer(compiler)
+                self._layer_function = compiled_layer(compiler)
                 self._compare(expected, "a compiled layer")
         except Exception as error:  # noqa: BLE001  # on any failure layers run uncompiled
             logger.warning("layers run uncompiled: %s", first_line(error))
-            self._through = run_layer
+            self._layer_function = run_layer
         self.replays = Replays(strategy)
         self._compare(expected, "a captured segment, replayed,")
-        self._alike = self._rows_alike()
+        self._alike_rows = self._count_alike_rows()
         # whether sequences keep their bits in a shared pass is tested when there are several
-        self.claims = Claims(replayed=self._replayed, joins=self._alike > 1)
+        self.claims = Claims(replay=self._replay, joins=self._alike_rows > 1)
 
     def _compare(self, expected: Sequence[Tensor], name: str) -> None:
         for output, reference in zip(self._trial(), expected, strict=True):
@@ -336,9 +336,9 @@ class CudaGraphExecutor:
         parts = list(hidden.split(counts))  # each is replaced by its output
         with self._lock:
             self._make_room(rows.spans, first)
-            queue = self._in_order(rows.spans)
+            queue = self._lane_order(rows.spans)
             while queue:
-                turn = queue[: self._together([counts[at] for at in queue])]
+                turn = queue[: self._shared_count([counts[at] for at in queue])]
                 queue = queue[len(turn) :]
                 block = parts[turn[0]] if len(turn) == 1 else torch.cat([parts[at] for at in turn])
                 output = self._pass(block, first, last, [rows.spans[at] for at in turn])
@@ -351,7 +351,7 @@ class CudaGraphExecutor:
         pool, caches = self._slots, [span.kv for span in spans]
         count = len(caches) + pool.strangers(caches)
         lanes = max(pool.lanes, min(self._most_lanes, 1 << (count - 1).bit_length()))
-        slots = max(pool.slots, *(self._count(_needed(span, first)) for span in spans))
+        slots = max(pool.slots, *(self._slot_count(_needed_slots(span, first)) for span in spans))
         if (lanes, slots) != (pool.lanes, pool.slots):
             room = (free_bytes(self._hidden.device) + pool.size_of(pool.lanes, pool.slots)) / 2
             while lanes > 1 and pool.size_of(lanes, slots) > room:
@@ -367,20 +367,20 @@ class CudaGraphExecutor:
                     raise
                 lanes = self._most_lanes = lanes // 2
 
-    def _in_order(self, spans: Sequence[Span]) -> list[int]:
+    def _lane_order(self, spans: Sequence[Span]) -> list[int]:
         """Order sequences by lane, so that each pass spans few lanes."""
         order = list(range(len(spans)))
         if 1 < len(spans) <= self._slots.lanes:
             order.sort(key=self._slots.lend([span.kv for span in spans]).__getitem__)
         return order
 
-    def _together(self, counts: Sequence[int]) -> int:
+    def _shared_count(self, counts: Sequence[int]) -> int:
         """How many of the first sequences share a pass: one, or as many as keep their bits."""
         totals = accumulate(counts[: self._slots.lanes])
-        return max(1, sum(total <= self._alike for total in totals))
+        return max(1, sum(total <= self._alike_rows for total in totals))
 
     def _pass(self, hidden: Tensor, first: int, last: int, spans: Sequence[Span]) -> Tensor:
-        count, padded = len(hidden), _padded(len(hidden))
+        count, padded = len(hidden), _padded_count(len(hidden))
         lanes = self._slots.lend([span.kv for span in spans])
         if padded is None:
             return self._generic.run(hidden, first, last, Rows(hidden.device, tuple(spans)))
@@ -390,9 +390,9 @@ class CudaGraphExecutor:
         begin = min(lanes) // size * size
         # zeros: earlier rows may be NaN, which masks let through
         self._hidden[:padded] = with_zeros(hidden, padded)
-        self._plant(spans, [lane - begin for lane in lanes])
-        self._place(spans, first, padded)
-        seen = self._count(max(_needed(span, first) for span in spans))
+        self._upload_trees(spans, [lane - begin for lane in lanes])
+        self._set_places(spans, first, padded)
+        seen = self._slot_count(max(_needed_slots(span, first) for span in spans))
         segment = Segment(begin, size, first, last, padded, seen)
         (output,) = self.replays.run(segment, partial(self._segment, segment))
         for span in spans:
@@ -400,39 +400,39 @@ class CudaGraphExecutor:
         return output[:count].clone()  # the next replay overwrites it
 
     def unembed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        pieces = hidden.split(self._alike) if self._alike > 1 else (hidden,)
-        pairs = [self._replayed("unembed", self._generic.unembed, piece) for piece in pieces]
+        pieces = hidden.split(self._alike_rows) if self._alike_rows > 1 else (hidden,)
+        pairs = [self._replay("unembed", self._generic.unembed, piece) for piece in pieces]
         normed, logits = pairs[0] if len(pairs) == 1 else map(torch.cat, zip(*pairs, strict=True))
         return normed, logits
 
-    def _replayed(self, key: Hashable, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if (padded := _padded(count := len(inputs[0]))) is None:
+    def _replay(self, key: Hashable, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if (padded := _padded_count(count := len(inputs[0]))) is None:
             return work(*inputs)
         blocks = [with_zeros(block, padded) for block in inputs]
         with self._lock:
             outputs = self.replays.run((key, padded, len(inputs)), work, *blocks)
             return tuple(output[:count].clone() for output in outputs)
 
-    def _plant(self, spans: Sequence[Span], lanes: Sequence[int]) -> None:
+    def _upload_trees(self, spans: Sequence[Span], lanes: Sequence[int]) -> None:
         """Upload which rows see which others, and their lanes."""
-        trees = _follows(spans)
-        if (planted := [*zip(lanes, trees, strict=True)]) == self._planted:
+        trees = _trees_of(spans)
+        if (planted := [*zip(lanes, trees, strict=True)]) == self._uploaded_trees:
             return
         counts = torch.tensor([len(parents) for parents in trees])
         roots = (counts.cumsum(0) - counts).repeat_interleave(counts)
         numbers = [
-            [number for parents in trees for number in of(parents)] for of in (depths, held_behind)
+            [number for parents in trees for number in of(parents)] for of in (depths, count_unseen)
         ]
         by_row = torch.tensor(lanes).repeat_interleave(counts)
         visible = torch.block_diag(*map(ancestors, trees)).long()
         tree = torch.cat([visible, torch.tensor(numbers), roots[None], by_row[None]])
         pinned = tree.pin_memory() if self._tree.is_cuda else tree
         self._tree.copy_(pinned, non_blocking=True)
-        self._planted = planted
+        self._uploaded_trees = planted
 
-    def _place(self, spans: Sequence[Span], first: int, count: int) -> None:
+    def _set_places(self, spans: Sequence[Span], first: int, count: int) -> None:
         """Set the rows' positions and slots; for a single sequence nothing is uploaded."""
-        positions, slots = self._where[:, :count]
+        positions, slots = self._places[:, :count]
         starts = [span.kv.length(first) for span in spans]
         if len(spans) == 1:
             torch.add(self._tree[_DEPTHS, :count], spans[0].start, out=positions)
@@ -440,38 +440,38 @@ class CudaGraphExecutor:
             return
         rows = [
             (span.start + depth, start + row)
-            for span, start, parents in zip(spans, starts, _follows(spans), strict=True)
+            for span, start, parents in zip(spans, starts, _trees_of(spans), strict=True)
             for row, depth in enumerate(depths(parents))
         ]
         numbers = [number for column in zip(*rows[:count], strict=True) for number in column]
-        self._where[:, :count] = upload(numbers, slots.device).view(2, count)
+        self._places[:, :count] = upload(numbers, slots.device).view(2, count)
 
     @torch.inference_mode(False)  # else buffers are normal tensors and outputs inference tensors
     @torch.no_grad()
     def _segment(self, of: Segment) -> tuple[Tensor]:
         """The captured work: layers first+1..last on the fixed buffers."""
-        (positions, slots), lanes = self._where[:, : of.rows], self._tree[_LANES, : of.rows]
+        (positions, slots), lanes = self._places[:, : of.rows], self._tree[_LANES, : of.rows]
         masks = {
             kind: self._mask(kind, of) for kind in {*self._generic.layer_types[of.first : of.last]}
         }
         pool, part = self._slots, slice(of.begin, of.begin + of.size)
         places = lanes * pool.slots + slots
         views = [
-            SlotView(keys[:, :, part], values[:, :, part], places, of.seen)
+            SlotView(keys[:, :, part], values[:, :, part], places, of.slots)
             for keys, values in zip(pool.keys, pool.values, strict=True)
         ]
         hidden = self._hidden[None, : of.rows].clone()  # not a view, like the input of later layers
         run = self._generic.run_layers
-        through = self._through
+        through = self._layer_function
         return (run(hidden, of.first, of.last, positions[None], views, masks, through)[0],)
 
     def _mask(self, kind: str, of: Segment) -> Tensor:
-        """The mask [1, 1, rows, lanes * seen] as by transformers, from numbers on the device."""
-        (positions, slots), tree = self._where[:, : of.rows], self._tree[:, : of.rows]
-        places = torch.arange(of.size * of.seen, device=slots.device)
-        lane, slot = places // of.seen, places % of.seen
+        """The mask [1, 1, rows, lanes * slots] as by transformers, from numbers on the device."""
+        (positions, slots), tree = self._places[:, : of.rows], self._tree[:, : of.rows]
+        places = torch.arange(of.size * of.slots, device=slots.device)
+        lane, slot = places // of.slots, places % of.slots
         row = torch.full_like(places, -1)  # the row of this pass in each slot
-        row.index_copy_(0, tree[_LANES] * of.seen + slots, self._offsets[: of.rows])
+        row.index_copy_(0, tree[_LANES] * of.slots + slots, self._offsets[: of.rows])
         fresh, row = row >= 0, row.clamp(min=0)
         ends = slots.index_select(0, tree[_ROOTS]) - tree[_UNSEEN]
         held = (lane == tree[_LANES, :, None]) & (slot < ends[:, None])
@@ -480,7 +480,7 @@ class CudaGraphExecutor:
         visible = in_reach(visible, kind, self._decoder.config, positions, slot_positions)
         return as_mask(visible, self._decoder.config, self._hidden)
 
-    def _count(self, needed: int) -> int:
+    def _slot_count(self, needed: int) -> int:
         """Slots for `needed` positions: few distinct counts, up to the model's limit."""
         count = max(_FEWEST_SEEN, 1 << (needed - 1).bit_length())
         return self._limit if needed <= self._limit < count else count
@@ -499,7 +499,7 @@ class CudaGraphExecutor:
         last = int(self._decoder.config.max_position_embeddings) - sum(_TRIAL_ROWS)
         return [rows for start in (0, max(0, last)) for rows in self._passes(_TRIAL_ROWS, start)]
 
-    def _rows_alike(self) -> int:
+    def _count_alike_rows(self) -> int:
         """The maximum number of rows in a pass that keep the bits of single-row passes."""
 
         def bits(count: int) -> Tensor:
@@ -526,14 +526,14 @@ class CudaGraphExecutor:
         return outputs
 
 
-def _needed(span: Span, first: int) -> int:
+def _needed_slots(span: Span, first: int) -> int:
     """Slots of a lane for a span that runs through layers first+1.., with room for padding."""
     end = (start := span.kv.length(first)) + span.count
     span.kv.check_room(end)
     return span.kv.slots + _MOST_ROWS if span.kv.slots else max(end, start + _MOST_ROWS)
 
 
-def _follows(spans: Sequence[Span]) -> list[tuple[int, ...]]:
+def _trees_of(spans: Sequence[Span]) -> list[tuple[int, ...]]:
     """For each sequence, the row that each row follows; padding continues the last sequence."""
     trees = [
         tuple(range(-1, span.count - 1)) if span.parents is None else span.parents for span in spans
@@ -542,7 +542,7 @@ def _follows(spans: Sequence[Span]) -> list[tuple[int, ...]]:
     return [*trees[:-1], (*trees[-1], *range(last - 1, last - 1 + _MOST_ROWS - total))]
 
 
-def _padded(count: int) -> int | None:
+def _padded_count(count: int) -> int | None:
     """Rows of the captured pass for `count` rows; None: they run uncaptured."""
     return next((rows for rows in ROW_COUNTS if rows >= count), None)
 

@@ -55,10 +55,10 @@ def of(model: nn.Module) -> str:
         if isinstance(weight, Tensor):
             unique.setdefault(id(weight), (name, weight))
     weights = dict(sorted(unique.values(), key=itemgetter(0)))
-    if reason := _unreadable(model, weights):
+    if reason := _why_unreadable(model, weights):
         logger.warning("the model has no fingerprint: %s. What fits it is not checked", reason)
         return UNKNOWN
-    lines = [f"{name} {list(one.shape)} {_of_tensor(one)}\n" for name, one in weights.items()]
+    lines = [f"{name} {list(one.shape)} {_tensor_hash(one)}\n" for name, one in weights.items()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -68,7 +68,7 @@ def of_loaded(model: PreTrainedModel, loaded_from: tuple[FileStamp, ...]) -> str
     Looked up if the files were hashed before. Only for the loader: changes that a caller made to
     the model since would go unnoticed.
     """
-    if not _as_stamped(loaded_from):
+    if not _are_unchanged(loaded_from):
         return of(model)
     key = _FORMAT_VERSION, metadata.version("transformers"), str(model.dtype), loaded_from
     file = cache_folder() / "fingerprints" / hashlib.sha256(json.dumps(key).encode()).hexdigest()
@@ -101,7 +101,7 @@ class Passed:
         cls, model: PreTrainedModel, executor: str, loaded_from: tuple[FileStamp, ...]
     ) -> Passed:
         """Checks that hold for these files, this config, our code, library versions, processor."""
-        if not _as_stamped(loaded_from):
+        if not _are_unchanged(loaded_from):
             return cls(None)
         config: Any = model.config
         facts = [
@@ -125,7 +125,7 @@ class Passed:
             files.write(self._file, " ".join(sorted(self._names)))
 
 
-def _unreadable(model: nn.Module, weights: dict[str, Tensor]) -> str | None:
+def _why_unreadable(model: nn.Module, weights: dict[str, Tensor]) -> str | None:
     for name, module in model.named_modules():
         if type(module).__module__.startswith(_PACKED_MODULES):
             return f"{name} is quantised ({type(module).__name__})"
@@ -139,7 +139,7 @@ def _unreadable(model: nn.Module, weights: dict[str, Tensor]) -> str | None:
     return None
 
 
-def _of_tensor(weight: Tensor) -> str:
+def _tensor_hash(weight: Tensor) -> str:
     """sha256 of the numbers in order, in blocks; integers are not converted."""
     blocks: Iterable[Tensor]
     if isinstance(weight, QuantisedWeight):  # expand only one block at a time
@@ -167,7 +167,7 @@ def stamps(paths: Iterable[Path]) -> tuple[FileStamp, ...]:
         return ()
 
 
-def _as_stamped(known: tuple[FileStamp, ...]) -> bool:
+def _are_unchanged(known: tuple[FileStamp, ...]) -> bool:
     """Whether files are known and unchanged, so none was replaced while it was read."""
     return bool(known) and stamps(Path(path) for path, _, _ in known) == known
 
@@ -232,13 +232,13 @@ class ModelWatch:
         modules = _modules(model)
         self._owners = dict([*modules, *_configs(modules)])
         self._attributes = [vars(owner) for owner in self._owners.values()]
-        self._first = self._copies = _copied(self._attributes)
+        self._first_copies = self._copies = _copy(self._attributes)
         self._weights = list(_weights(modules))
         # an offloaded weight is a new object after every pass
         tensors = {w.path: w.tensor for w in self._weights if not w.tensor.is_meta}
         plain = {path: t for path, t in tensors.items() if type(t) in _PLAIN}  # have an address
         versioned = {path: t for path, t in tensors.items() if not t.is_inference()}
-        self._asked: list[tuple[str, Callable[[Any], object], dict[str, Any]]] = [
+        self._checks: list[tuple[str, Callable[[Any], object], dict[str, Any]]] = [
             ("{0} is a {2.__name__}, it was a {1.__name__}", type, self._owners),
             ("{0} was cast from {1} to {2}", attrgetter("dtype"), plain),
             ("{0} was moved to {2}", attrgetter("device"), plain),
@@ -251,7 +251,7 @@ class ModelWatch:
         weights = [w for w in self._weights if not w.tensor.is_meta and isinstance(w.place, dict)]
         self._places, self._names = [w.place for w in weights], [w.name for w in weights]
         self._tensors = [w.tensor for w in weights]
-        self._ends: list[tuple[str, Array[c_char]]] = []
+        self._end_words: list[tuple[str, Array[c_char]]] = []
         """Path and first word, path and last word of each weight in memory, read in place."""
         for weight in self._weights:
             tensor = getattr(weight.tensor, "blocks", weight.tensor)
@@ -259,7 +259,7 @@ class ModelWatch:
                 size = min(_WORD, tensor.nbytes)
                 for offset in (0, tensor.nbytes - size) if size else ():
                     word = (c_char * size).from_address(tensor.data_ptr() + offset)
-                    self._ends.append((weight.path, word))
+                    self._end_words.append((weight.path, word))
         self._words = self._read()
 
     def change(self) -> str | None:
@@ -267,33 +267,33 @@ class ModelWatch:
         if not self._looks_the_same():
             for reason in self._changes():
                 return reason
-            self._copies = _copied(self._attributes)  # only idle attributes changed
-        for (path, _), old, word in zip(self._ends, self._words, self._read(), strict=True):
+            self._copies = _copy(self._attributes)  # only idle attributes changed
+        for (path, _), old, word in zip(self._end_words, self._words, self._read(), strict=True):
             if word != old:
                 return f"{path} was changed"
         return None
 
     def _read(self) -> list[bytes]:
-        return [word.raw for _, word in self._ends]
+        return [word.raw for _, word in self._end_words]
 
     def _looks_the_same(self) -> bool:
         """Whether nothing but weights' numbers can have changed; False if idle attributes did."""
         return (
             all(map(is_, map(dict.get, self._places, self._names), self._tensors))
-            and _same(self._attributes, self._copies)
+            and _are_equal(self._attributes, self._copies)
             and self._ask() == self._answers
         )
 
     def _ask(self) -> list[list[object]]:
         with torch._C.DisableTorchFunctionSubclass():  # else a microsecond for each subclass
-            return [list(map(function, objects.values())) for _, function, objects in self._asked]
+            return [list(map(function, objects.values())) for _, function, objects in self._checks]
 
     def _changes(self) -> Iterator[str]:
-        for (text, function, objects), answers in zip(self._asked, self._answers, strict=True):
+        for (text, function, objects), answers in zip(self._checks, self._answers, strict=True):
             for (path, part), old in zip(objects.items(), answers, strict=True):
                 if (new := function(part)) != old:
                     yield text.format(path, old, new)
-        for (path, part), attributes in zip(self._owners.items(), self._first, strict=True):
+        for (path, part), attributes in zip(self._owners.items(), self._first_copies, strict=True):
             yield from _changes(path, part, attributes)
         identities = {weight.path: weight.identity for weight in _weights(_modules(self._model))}
         for part in self._weights:
@@ -301,7 +301,7 @@ class ModelWatch:
                 yield f"{part.path} was replaced"
 
 
-def _held(fields: dict[str, Any]) -> dict[str, object]:
+def _contents(fields: dict[str, Any]) -> dict[str, object]:
     """A module's submodules, weights and hooks, from its attributes."""
     tensors = {**fields["_parameters"], **fields["_buffers"]}
     weights = {name for name, tensor in tensors.items() if tensor is not None}
@@ -312,7 +312,7 @@ def _changes(path: str, owner: Any, old: dict[str, Any]) -> Iterator[str]:
     """Changes of a module or config, except of its tensors and idle attributes."""
     new = vars(owner)
     if isinstance(owner, nn.Module):
-        aspects = zip(_held(old).items(), _held(new).values(), strict=True)
+        aspects = zip(_contents(old).items(), _contents(new).values(), strict=True)
         yield from (f"{path} has other {aspect}" for (aspect, old), new in aspects if old != new)
     idle = _IDLE | (_LINEAR if type(owner) is nn.Linear else set())
     idle |= {name for name in {**old, **new} if _moves(owner, name)}
@@ -321,7 +321,7 @@ def _changes(path: str, owner: Any, old: dict[str, Any]) -> Iterator[str]:
         if isinstance(value := old.get(name), Tensor):
             continue
         if name in old:
-            if name not in new or not _same(value, new[name]):
+            if name not in new or not _are_equal(value, new[name]):
                 yield f"{name} of {path} was changed"
         elif name in ("forward", "_hf_hook"):
             yield f"the forward of {path} was replaced"
@@ -329,7 +329,7 @@ def _changes(path: str, owner: Any, old: dict[str, Any]) -> Iterator[str]:
             yield f"{path} has {name}, which it had not"
 
 
-def _same(old: object, new: object) -> bool:
+def _are_equal(old: object, new: object) -> bool:
     try:
         return old is new or bool(old == new)
     except Exception:  # noqa: BLE001  # different tensors need not be comparable
@@ -360,9 +360,9 @@ def _configs(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
     return list(configs.values())
 
 
-def has_dropout(one: Any) -> bool:
+def has_dropout(owner: Any) -> bool:
     """Whether a module or one of its children has dropout in training."""
-    parts = (one, *one.children()) if isinstance(one, nn.Module) else ()
+    parts = (owner, *owner.children()) if isinstance(owner, nn.Module) else ()
     attributes = [(name, value) for part in parts for name, value in vars(part).items()]
     return any(
         (name == "p" or "drop" in name) and isinstance(value, float) and value > 0
@@ -370,11 +370,11 @@ def has_dropout(one: Any) -> bool:
     )
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _copied(entry) for key, entry in value.items()}
+        return {key: _copy(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_copied(entry) for entry in value]
+        return [_copy(entry) for entry in value]
     return set(value) if isinstance(value, set) else value
 
 

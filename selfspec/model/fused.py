@@ -131,11 +131,11 @@ class Program:
         self._run = library(dtype).run
         self._dtype, self._widths = dtype, [width]
         self._widest = 0  # inputs of a linear layer
-        self._named: dict[tuple[str, int], int] = {}
+        self._numbers: dict[tuple[str, int], int] = {}
         self._table: ctypes.Array[Operation] = (Operation * 0)()
         self._starts = [0]  # index of each layer's first operation, and the end
         self.layout = PageLayout(dtype, ())  # keys and values of all layers that attend
-        self._kept: list[Tensor | CompiledLinear] = []  # keeps the operations' weights alive
+        self._weights: list[Tensor | CompiledLinear] = []  # keeps the operations' weights alive
         self._copies: dict[int, int] = {}  # by layer: the buffer for a copy of its output
 
     def add_layer(self, operations: Sequence[Operation]) -> None:
@@ -145,7 +145,7 @@ class Program:
 
     def buffer(self, name: str, width: int) -> int:
         """The number of a buffer for rows of `width`; layers share buffers by name and width."""
-        number = self._named.setdefault((name, width), len(self._widths))
+        number = self._numbers.setdefault((name, width), len(self._widths))
         if number == len(self._widths):
             self._widths.append(width)
         return number
@@ -155,7 +155,7 @@ class Program:
     ) -> Operation:
         """Norm a row's numbers from `at` on; `adds`: add so many times the result to the target."""
         width, row = len(norm.weight), self._widths[source]
-        self._need(target, row)
+        self._require_width(target, row)
         if at + width > row:
             raise ValueError(f"a norm of {width} numbers does not fit {row}")
         return Operation(
@@ -175,8 +175,8 @@ class Program:
         self, source: int, target: int, linear: CompiledLinear, *, adds: float = 0.0
     ) -> Operation:
         """A linear layer; `adds`: add so many times the result to the target."""
-        self._need(source, linear.in_features)
-        self._need(target, linear.out_features)
+        self._require_width(source, linear.in_features)
+        self._require_width(target, linear.out_features)
         self._widest = max(self._widest, linear.in_features)
         return Operation(
             *(Kind.LINEAR, source, target),
@@ -190,8 +190,8 @@ class Program:
     def attend(self, source: int, target: int, attention: Attention, *, rotation: int) -> Operation:
         """Causal attention of the next layer; `rotation`: index among the rotations of `run`."""
         size, kv, norms = attention.size, attention.kv_heads, attention.head_norms
-        self._need(source, (attention.heads + 2 * kv) * size)
-        self._need(target, attention.heads * size)
+        self._require_width(source, (attention.heads + 2 * kv) * size)
+        self._require_width(target, attention.heads * size)
         width = -(-size // PANEL) * PANEL
         self.layout = PageLayout(self._dtype, (*self.layout.heads, (kv, width)))
         heads = Heads(
@@ -215,7 +215,7 @@ class Program:
     ) -> Operation:
         """A function of each number; `gated`: of the first half, multiplied by the second half."""
         width = self._widths[target]
-        self._need(source, 2 * width if gated else width)
+        self._require_width(source, 2 * width if gated else width)
         return Operation(
             Kind.ACTIVATE, source, target, outputs=width, activation=activation, gated=gated
         )
@@ -226,9 +226,9 @@ class Program:
         """MLPs of which each row takes a few, chosen by its `logits`."""
         count, outputs, width = experts.into.shape
         inner = outputs // 2
-        self._need(source, width)
-        self._need(target, width)
-        self._need(logits, count)
+        self._require_width(source, width)
+        self._require_width(target, width)
+        self._require_width(logits, count)
         down_shape = tuple(experts.down.shape)
         if down_shape != (count, width, inner) or not 0 < experts.shares.each <= count:
             raise ValueError(f"experts are {outputs} by {width} and {down_shape[1:]}")
@@ -255,10 +255,10 @@ class Program:
     def add(self, source: int, target: int, times: float) -> Operation:
         """Add a buffer, multiplied by `times`, to another."""
         width = self._widths[target]
-        self._need(source, width)
+        self._require_width(source, width)
         return Operation(Kind.ADD, source, target, inputs=width, adds=times)
 
-    def only(self, kinds: Collection[Kind]) -> Program:
+    def of_kinds(self, kinds: Collection[Kind]) -> Program:
         """A program with only some kinds of operations, to time them; its output is meaningless."""
         program = copy.copy(self)
         program._table, program._starts = (Operation * 0)(), [0]
@@ -266,7 +266,7 @@ class Program:
             program.add_layer([op for op in self._table[first:last] if op.kind in kinds])
         return program
 
-    def keeping(self, layers: Collection[int]) -> Program:
+    def with_copies(self, layers: Collection[int]) -> Program:
         """The same program, which also keeps the output of some layers."""
         program = copy.copy(self)
         program._table, program._starts, program._widths = (Operation * 0)(), [0], [*self._widths]
@@ -361,7 +361,7 @@ class Program:
         with TEAM.measured():
             self._run(end - start, address, ctypes.addressof(pass_))
 
-    def _need(self, buffer: int, width: int) -> None:
+    def _require_width(self, buffer: int, width: int) -> None:
         """Raise ValueError if an operation would read or write outside its buffer."""
         if width != self._widths[buffer]:
             raise ValueError(f"layers differ in width: {width} and {self._widths[buffer]}")
@@ -369,7 +369,7 @@ class Program:
     def _address(self, weight: Tensor | CompiledLinear | None) -> int | None:
         if weight is None:
             return None
-        self._kept.append(weight)
+        self._weights.append(weight)
         return weight.address if isinstance(weight, CompiledLinear) else weight.data_ptr()
 
 
@@ -378,34 +378,34 @@ class Rotations:
 
     def __init__(self, decoder: DecoderParts) -> None:
         self._decoder = decoder
-        self._ways: dict[str, Rotation | None] = {}
-        self._known = 0, list[Tensor]()
+        self._by_kind: dict[str, Rotation | None] = {}
+        self._table_cache = 0, list[Tensor]()
         """Position of the first slot, 0 except in checks, and [slots, pairs] by kind, as long as
         the longest text so far. They are replaced as one tuple: several threads may decode."""
 
     def index(self, kind: str, rotation: Rotation | None) -> int:
         """The index of the table for layers of this kind. Raises ValueError if layers differ."""
-        known = self._ways.get(kind) or rotation
-        self._ways[kind] = known
+        known = self._by_kind.get(kind) or rotation
+        self._by_kind[kind] = known
         if rotation not in (None, known):
             raise ValueError("layers differ in how positions are rotated")
-        return list(self._ways).index(kind)
+        return list(self._by_kind).index(kind)
 
     def at(self, rows: Tensor, spans: Sequence[Span], offset: int) -> list[Tensor]:
         """Rotations by kind, [T, pairs], for rows of these spans; `offset`: position of slot 0."""
         places = [span.positions for span in spans]
         end = max(map(max, places)) - offset + 1
-        start, tables = self._known
+        start, tables = self._table_cache
         if not tables or len(tables[0]) < end or offset != start:
             last, tables = offset + 2 * end, list[Tensor]()
             positions = torch.arange(offset, min(last, self._decoder.rotations_end or last))[None]
-            for kind, rotation in self._ways.items():
+            for kind, rotation in self._by_kind.items():
                 if rotation is None:
                     tables.append(torch.zeros(2 * end, 0, dtype=torch.complex64))
                 else:
                     cos, sin = self._decoder.rotations(rows[None], positions, kind)
                     tables.append(rotation.turns(cos[0], sin[0]))
-            self._known = offset, tables
+            self._table_cache = offset, tables
         if isinstance(chain := places[0], range) and len(places) == 1:
             return [table[chain.start - offset : end] for table in tables]
         slots = torch.tensor([place - offset for sequence in places for place in sequence])
@@ -430,12 +430,12 @@ class FusedExecutor:
         kinds = attention_types(decoder.config)
         self._recipe(0, kinds[0], dtype)  # fail early
         self._program = Program(dtype, lm_head.in_features)
-        self._keeping = functools.cache(self._program.keeping)
+        self._with_copies = functools.cache(self._program.with_copies)
         self.weight_bytes = 0  # bytes that a row reads, in the compiled layout
         self._unembedding = unembedding = Program(dtype, lm_head.in_features)
         normed = unembedding.buffer("normed", lm_head.in_features)
         self._outputs = normed, unembedding.buffer("logits", lm_head.out_features)
-        linear = unembedding.linear(*self._outputs, self._compiled(lm_head))  # the largest first
+        linear = unembedding.linear(*self._outputs, self._compile(lm_head))  # the largest first
         norm = norm_of(decoder.norm, lm_head.in_features, dtype)
         unembedding.add_layer([unembedding.norm(HIDDEN, normed, norm), linear])
         pages.release(lm_head)
@@ -446,7 +446,7 @@ class FusedExecutor:
             self._program.add_layer(list(self._operations(recipe, rotation)))
             pages.release(layer)
         layout = self._program.layout
-        self.claims = Claims(steady=True, joins=True, keeps=True, pages=layout)
+        self.claims = Claims(steady=True, joins=True, keeps_states=True, pages=layout)
 
     def _recipe(self, index: int, kind: str, dtype: torch.dtype) -> Recipe:
         try:
@@ -464,7 +464,7 @@ class FusedExecutor:
         if len(hidden) > _BLOCK_ROWS and (len(rows.spans) > 1 or rows.are_chains):
             parts = rows.parts(hidden, _BLOCK_ROWS)
             if len(rows.spans) == 1:  # of a prompt, block by block
-                kv, start, device = rows.only.kv, rows.only.start, rows.device
+                kv, start, device = rows.span.kv, rows.span.start, rows.device
                 blocks = enumerate(hidden.split(_BLOCK_ROWS))
                 parts = (
                     (block, Rows.of(kv, start + index * _BLOCK_ROWS, len(block), device))
@@ -473,7 +473,7 @@ class FusedExecutor:
             return torch.cat([self.run(block, first, last, part, states) for block, part in parts])
         span = rows.spans[0]
         turns = self._rotations.at(hidden, rows.spans, span.start - span.kv.length(first))
-        program = self._keeping(frozenset(states)) if states else self._program
+        program = self._with_copies(frozenset(states)) if states else self._program
         output, copies = program.run(hidden, first, last, turns, rows.spans)
         for layer, outputs in (states or {}).items():
             if first < layer < last:
@@ -485,7 +485,7 @@ class FusedExecutor:
         source = yield from self._open(recipe, 0)
         projected = program.buffer("projected", len(attention.order))
         seen = program.buffer("seen", attention.heads * attention.size)
-        projections = self._compiled(*attention.projections, order=attention.order)
+        projections = self._compile(*attention.projections, order=attention.order)
         yield program.linear(source, projected, projections)
         if attention.row_norms is not None:
             queries, keys = attention.row_norms
@@ -506,7 +506,7 @@ class FusedExecutor:
             self.weight_bytes += router.nbytes
             self.weight_bytes += int(share * (mlp.into.nbytes + mlp.down.nbytes))
         else:
-            into = self._compiled(*mlp.into)
+            into = self._compile(*mlp.into)
             opened = program.buffer("opened", into.out_features)
             output = program.buffer("activated", mlp.down.in_features)
             yield program.linear(source, opened, into)
@@ -517,8 +517,8 @@ class FusedExecutor:
 
     def _open(self, recipe: Recipe, place: int) -> Generator[Operation, None, int]:
         """The input buffer of attention (0) or the MLP (1): the rows, normed if the layer norms."""
-        norm = recipe.before[place]
-        shared = recipe.before[0] if norm is None and recipe.parallel else norm  # one for both
+        norm = recipe.input_norms[place]
+        shared = recipe.input_norms[0] if norm is None and recipe.parallel else norm  # one for both
         if shared is None:
             return HIDDEN
         normed = self._program.buffer("normed", len(shared.weight))
@@ -530,19 +530,19 @@ class FusedExecutor:
         self, recipe: Recipe, place: int, source: int, linear: nn.Linear | None
     ) -> Iterator[Operation]:
         """Add the result of attention (0) or the MLP (1) to the rows, through its last `linear`."""
-        program, norm, times = self._program, recipe.behind[place], recipe.times
+        program, norm, times = self._program, recipe.output_norms[place], recipe.factor
         if norm is not None:
             if linear is not None:
                 branch = program.buffer("branch", linear.out_features)
-                yield program.linear(source, branch, self._compiled(linear))
+                yield program.linear(source, branch, self._compile(linear))
                 source = branch
             yield program.norm(source, HIDDEN, norm, adds=times)
         elif linear is not None:
-            yield program.linear(source, HIDDEN, self._compiled(linear), adds=times)
+            yield program.linear(source, HIDDEN, self._compile(linear), adds=times)
         else:
             yield program.add(source, HIDDEN, times)
 
-    def _compiled(self, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
+    def _compile(self, *parts: nn.Linear, order: Tensor | None = None) -> CompiledLinear:
         compiled = CompiledLinear.of(*parts, order=order)
         self.weight_bytes += compiled.nbytes
         return compiled

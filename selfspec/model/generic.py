@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 )
 
 from selfspec.errors import UnsupportedModel
-from selfspec.model.kv import KVCache, PageLayout, Rows, ancestors, held_behind, upload
+from selfspec.model.kv import KVCache, PageLayout, Rows, ancestors, count_unseen, upload
 from selfspec.model.parts import (
     CACHE,
     CHUNKED,
@@ -46,9 +46,9 @@ class Claims:
 
     steady: bool = False  # a row's bits do not depend on the other rows; the probe tests this
     joins: bool = False  # runs rows of several sequences in a pass; else the backbone splits them
-    keeps: bool = False  # can also return the states after layers in between
+    keeps_states: bool = False  # can also return the states after layers in between
     pages: PageLayout | None = None  # the layout of keys and values, if sequences can share them
-    replayed: Callable[..., tuple[Tensor, ...]] | None = None  # runs the work of a key by a graph
+    replay: Callable[..., tuple[Tensor, ...]] | None = None  # runs the work of a key by a graph
 
 
 class Executor(Protocol):
@@ -79,12 +79,12 @@ MASKS = {
 
 def tree_mask(kind: str, config: PreTrainedConfig, rows: Rows, layer: int, like: Tensor) -> Tensor:
     """The mask for rows of one tree in layer+1, [1, 1, T, width]; siblings share a position."""
-    span, positions = rows.only, rows.positions
+    span, positions = rows.span, rows.positions
     parents = span.parents or ()
     start, end = span.kv.length(layer), span.kv.length(layer) + span.count
     slots = torch.arange(span.kv.get_mask_sizes(span.count, layer)[0], device=positions.device)
     slots[start:end] = positions
-    unseen = upload(held_behind(parents), positions.device)
+    unseen = upload(count_unseen(parents), positions.device)
     visible = slots < start - unseen[:, None]
     visible[:, start:end] = ancestors(parents).to(positions.device)
     return as_mask(in_reach(visible, kind, config, positions, slots), config, like)
@@ -111,9 +111,9 @@ def as_mask(visible: Tensor, config: PreTrainedConfig, like: Tensor) -> Tensor:
     return visible[None, None]
 
 
-def run_layer(layer: nn.Module, hidden: Tensor, **given: Any) -> Tensor:
+def run_layer(layer: nn.Module, hidden: Tensor, **keywords: Any) -> Tensor:
     """Run a layer of the model on [B, T, d], by its own code."""
-    output = layer(hidden, **given)  # positional: hooks and checkpoint wrappers read args[0]
+    output = layer(hidden, **keywords)  # positional: hooks and checkpoint wrappers read args[0]
     states: Tensor = output[0] if isinstance(output, tuple) else output
     return states
 
@@ -135,7 +135,7 @@ class GenericExecutor:
         return sum(weight.nbytes for weight in parts.parameters())
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        span, block, positions = rows.only, hidden[None], rows.positions[None]
+        span, block, positions = rows.span, hidden[None], rows.positions[None]
         if (limit := self.decoder.position_limit) is not None:  # padding rows may exceed it
             positions = positions.clamp(max=limit - 1)
         if span.parents is None:
@@ -153,7 +153,7 @@ class GenericExecutor:
         positions: Tensor,
         caches: Sequence[Any],
         masks: Mapping[str, Any],
-        through: Callable[..., Tensor] = run_layer,
+        layer_function: Callable[..., Tensor] = run_layer,
     ) -> Tensor:
         """Run [B, T, d] through layers first+1..last; `masks` by kind, `caches` by layer."""
         if first == 0:
@@ -162,7 +162,7 @@ class GenericExecutor:
         shared: dict[str, Any] = {SHARED: {}} if self.decoder.shares else {}
         for layer in range(first, last):
             kind = self.layer_types[layer]
-            hidden = through(
+            hidden = layer_function(
                 self.decoder.layers[layer],
                 hidden,
                 attention_mask=masks[kind],
@@ -219,7 +219,7 @@ class Decoder:
         self.hidden_size = int(self.config.hidden_size)
         self.layers = self.parts.layers
         self.lm_head: Any = model.get_output_embeddings()
-        self.own = GenericExecutor(self.parts, self.lm_head)  # runs the model's own modules
+        self.generic = GenericExecutor(self.parts, self.lm_head)  # runs the model's own modules
         self.mode: Callable[[], AbstractContextManager[object]] = nullcontext
         """The context in which layers run; by default the caller's, usually inference mode."""
 
@@ -285,9 +285,9 @@ class Decoder:
             hidden = self.parts.embed(ids)
             for first, last in itertools.pairwise((0, *layers)):
                 if first < last:
-                    masks = self.own.masks(hidden, first, last, positions, kv)
+                    masks = self.generic.masks(hidden, first, last, positions, kv)
                     caches = [kv] * last
-                    hidden = self.own.run_layers(hidden, first, last, positions, caches, masks)
+                    hidden = self.generic.run_layers(hidden, first, last, positions, caches, masks)
                 states.append(hidden)
         return states
 

@@ -108,7 +108,7 @@ class KVCache:
     def __init__(self, num_layers: int, slots: int | None = None) -> None:
         self.num_layers = num_layers
         self.slots = slots
-        self.held: list[Page] = []  # in order; empty if the model's own layers fill buffers
+        self.held_pages: list[Page] = []  # in order; empty if the model's own layers fill buffers
         self._layout: PageLayout | None = None
         self._new_page: Callable[[PageLayout], Page] = Page
         self._lengths = [0] * num_layers
@@ -157,19 +157,19 @@ class KVCache:
         end = start + count
         self.check_room(end)
         self._layout = layout
-        while len(self.held) * POSITIONS < end:
+        while len(self.held_pages) * POSITIONS < end:
             self.hold(self._new_page(layout))
         for index in range(start // POSITIONS, -(-end // POSITIONS)):
-            page = self.held[index]
+            page = self.held_pages[index]
             if page.kept or page.caches > 1:
-                self.held[index] = copy = self._new_page(layout)
+                self.held_pages[index] = copy = self._new_page(layout)
                 copy.numbers.copy_(page.numbers)
                 page.caches, copy.caches = page.caches - 1, 1
-        return self.held
+        return self.held_pages
 
     def hold(self, page: Page) -> None:
         page.caches += 1
-        self.held.append(page)
+        self.held_pages.append(page)
 
     def check_room(self, end: int) -> None:
         """Raise IndexError unless `end` positions fit the fixed slots, if there are any."""
@@ -208,8 +208,8 @@ class KVCache:
         """Copy one slot to another in all layers, all buffers in one call."""
         if (layout := self._layout) is not None:
             old, new = (
-                list(chain(*layout.slots(self.held[slot // POSITIONS].numbers, slot % POSITIONS)))
-                for slot in (source, dest)
+                list(chain(*layout.slots(self.held_pages[at // POSITIONS].numbers, at % POSITIONS)))
+                for at in (source, dest)
             )
         else:
             buffers = [buffer for buffer in (*self._keys, *self._values) if buffer is not None]
@@ -284,12 +284,12 @@ class Rows:
     @cached_property
     def positions(self) -> Tensor:
         """[T] int64; made on first use, since compiled layers do not need them."""
-        if len(self.spans) == 1 and (span := self.only).parents is None:
+        if len(self.spans) == 1 and (span := self.span).parents is None:
             return torch.arange(span.start, span.start + span.count, device=self.device)
         return upload([place for span in self.spans for place in span.positions], self.device)
 
     @property
-    def only(self) -> Span:
+    def span(self) -> Span:
         """The span of a pass with a single one."""
         (span,) = self.spans
         return span
@@ -320,9 +320,9 @@ def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def with_zeros(hidden: Tensor, least: int) -> Tensor:
-    """[T, d] with zero rows up to `least`."""
-    missing = least - len(hidden)
+def with_zeros(hidden: Tensor, least_rows: int) -> Tensor:
+    """[T, d] with zero rows up to `least_rows`."""
+    missing = least_rows - len(hidden)
     return F.pad(hidden, (0, 0, 0, missing)) if missing > 0 else hidden
 
 
@@ -334,7 +334,7 @@ def depths(parents: Sequence[int]) -> list[int]:
     return distances
 
 
-def held_behind(parents: Sequence[int]) -> list[int]:
+def count_unseen(parents: Sequence[int]) -> list[int]:
     """The number of newest held positions that each row of a tree does not see."""
     counts: list[int] = []
     for parent in parents:
@@ -405,11 +405,11 @@ class KVStore:
         self._nodes: dict[Page, _Node] = {}  # least recently used first
         self._free: list[Page] = []
         self._caches: set[PooledKVCache] = set()
-        self._made = 0
+        self._page_count = 0
 
     @property
     def memory(self) -> Memory:
-        used, promised = self._in_use()
+        used, promised = self._pages_in_use()
         kept = sum(page.caches == 0 for page in self._nodes)
         return Memory(*(pages * self._page_bytes for pages in (used, promised, kept, self._most)))
 
@@ -432,7 +432,7 @@ class KVStore:
         pages = [node.page for node in nodes if node.page is not None]
         missing = max(0, kv.most - len(pages))
         newly_used = sum(page.caches == 0 for page in pages)
-        if self._caches and sum(self._in_use()) + newly_used + missing > self._most:
+        if self._caches and sum(self._pages_in_use()) + newly_used + missing > self._most:
             return False
         self._caches.add(kv)
         if length:
@@ -447,7 +447,7 @@ class KVStore:
                 kv.hold(copy)
         return True
 
-    def held(self, ids: Sequence[int]) -> int:
+    def prefix_length(self, ids: Sequence[int]) -> int:
         """The length of the longest held prefix of `ids[:-1]`."""
         return self._prefix(tuple(ids[:-1]))[2]
 
@@ -456,37 +456,37 @@ class KVStore:
         if isinstance(kv, PooledKVCache):
             self._keep(kv, tuple(ids[: len(ids) // POSITIONS * POSITIONS]))
 
-    def done(self, kv: KVCache, ids: Sequence[int]) -> None:
+    def release(self, kv: KVCache, ids: Sequence[int]) -> None:
         """Release a sequence that ended with `ids`; the KV cache may lack the last of them."""
         if not isinstance(kv, PooledKVCache) or kv not in self._caches:
             return
         self._caches.remove(kv)
         self._keep(kv, tuple(ids[: kv.length(self.num_layers - 1)]))
-        for page in kv.held:
+        for page in kv.held_pages:
             page.caches -= 1
             if page.caches == 0 and not page.kept:
                 self._free.append(page)
-        self._touch([page for page in kv.held if page in self._nodes])
+        self._touch([page for page in kv.held_pages if page in self._nodes])
         # shrink to the budget, which a sequence that ran alone may have exceeded
-        while self._made > self._most and (self._free or self._evict()):
+        while self._page_count > self._most and (self._free or self._evict()):
             self._free.pop()
-            self._made -= 1
+            self._page_count -= 1
 
     def take(self) -> Page:
         """A page for a new owner: a free one, a new one, or the least recently used."""
         assert self.layout is not None  # noqa: S101  # KV caches without pages never call this
-        if not self._free and self._made >= self._most:
+        if not self._free and self._page_count >= self._most:
             self._evict()
         if self._free:
             return self._free.pop()
-        self._made += 1
+        self._page_count += 1
         return Page(self.layout)
 
-    def _in_use(self) -> tuple[int, int]:
-        pages = {page for kv in self._caches for page in kv.held}
+    def _pages_in_use(self) -> tuple[int, int]:
+        pages = {page for kv in self._caches for page in kv.held_pages}
         if self.layout is None:  # buffers outside the store: count the most that each may need
             return sum(kv.most for kv in self._caches), 0
-        return len(pages), sum(max(0, kv.most - len(kv.held)) for kv in self._caches)
+        return len(pages), sum(max(0, kv.most - len(kv.held_pages)) for kv in self._caches)
 
     def _prefix(self, ids: Ids) -> tuple[list[_Node], _Node | None, int]:
         """Nodes of the longest held prefix, one that holds part of its end, and its length."""
@@ -501,7 +501,7 @@ class KVStore:
     def _keep(self, kv: PooledKVCache, ids: Ids) -> None:
         """Add the cache's pages with these ids to the tree, unless it has them."""
         node = self._root
-        for start, page in zip(range(0, len(ids), POSITIONS), kv.held, strict=False):
+        for start, page in zip(range(0, len(ids), POSITIONS), kv.held_pages, strict=False):
             part = ids[start : start + POSITIONS]
             _, child = node.nearest(part)
             if child is None or child.ids != part:

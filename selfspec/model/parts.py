@@ -262,9 +262,9 @@ output_hidden_states."""
 _OWN = ("torch.", "transformers.", "selfspec.")  # code that an executor may replace if they agree
 
 
-def foreign_hooks(held: Mapping[str, Any]) -> list[Any]:
+def foreign_hooks(fields: Mapping[str, Any]) -> list[Any]:
     """The hooks in a module's attributes, without idle ones."""
-    hooks = [*held["_forward_hooks"].values(), *held["_forward_pre_hooks"].values()]
+    hooks = [*fields["_forward_hooks"].values(), *fields["_forward_pre_hooks"].values()]
     return [hook for hook in hooks if getattr(hook, "__module__", None) not in _IDLE_HOOKS]
 
 

@@ -64,7 +64,7 @@ def norm_of(module: Any, width: int, dtype: torch.dtype) -> Norm:
         for centred, weight, rounds in itertools.product((False, True), weights, (True, False))
     ]
     best = min(candidates, key=lambda norm: float((norm(rows) - answer).abs().sum()))
-    if not _near(best(rows), answer):
+    if not _is_close(best(rows), answer):
         raise ValueError(f"{kind} is neither RMSNorm nor LayerNorm")
     return best
 
@@ -147,7 +147,7 @@ def rotation_of(
         rotated = torch.empty(heads.shape, dtype=torch.float32)
         turned = torch.view_as_real(turned * rotation.turns(cos[0], sin[0])).flatten(-2)
         rotated[..., order] = turned
-        if _near(rotated, queries) and _near(rotated, keys):
+        if _is_close(rotated, queries) and _is_close(rotated, keys):
             return rotation
     raise ValueError("positions are rotated in an unknown way")
 
@@ -158,7 +158,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
-def _near(output: Tensor, answer: Tensor) -> bool:
+def _is_close(output: Tensor, answer: Tensor) -> bool:
     error = (output.float() - answer.float()).abs().max()
     return bool(error <= _ERROR[answer.dtype] * answer.float().abs().max())
 
@@ -192,7 +192,7 @@ def shares_of(router: Any, dtype: torch.dtype) -> Shares:
             guess, experts = rule(logits)
             same = torch.equal(logits, expected) and torch.equal(experts, chosen)
             rounded = shares.dtype == (dtype if rounds else torch.float32)
-            if same and rounded and _near(guess, shares):
+            if same and rounded and _is_close(guess, shares):
                 return rule
     raise ValueError(f"{type(router).__name__} shares rows out in an unknown way")
 
@@ -245,11 +245,11 @@ class Recipe:
 
     attention: Attention
     mlp: Mlp | Experts
-    before: tuple[Norm | None, Norm | None]  # before attention, and before the MLP
-    behind: tuple[Norm | None, Norm | None]  # after them
+    input_norms: tuple[Norm | None, Norm | None]  # before attention, and before the MLP
+    output_norms: tuple[Norm | None, Norm | None]  # after them
     parallel: bool
     """Whether the MLP reads the same rows as attention; with one norm for both, the normed ones."""
-    times: float  # factor of the added outputs
+    factor: float  # factor of the added outputs
 
 
 _IN, _POST = "input_layernorm", "post_attention_layernorm"
@@ -294,7 +294,7 @@ def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) 
         if unknown := tensors.keys() - allowed:  # unknown weights, which may act on few rows only
             raise ValueError(f"{name or 'the layer'} has {', '.join(sorted(unknown))}")
     children = _names_of_children(layer)
-    attention = _only(_ATTENTIONS, children, "attention")
+    attention = _single_name(_ATTENTIONS, children, "attention")
     names = children - {attention, "mlp"}
     places = next((group for group in _PLACES if names == {*group} - {None}), None)
     if places is None or "mlp" not in children:
@@ -307,19 +307,19 @@ def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) 
     return Recipe(
         attention=_attention(decoder, getattr(layer, attention), kind, dtype),
         mlp=_mlp(layer.mlp, dtype),
-        before=(norms[0], norms[2]),
-        behind=(norms[1], norms[3]),
+        input_norms=(norms[0], norms[2]),
+        output_norms=(norms[1], norms[3]),
         parallel=bool(getattr(layer, "use_parallel_residual", parallel)),
-        times=float(getattr(layer, "residual_multiplier", 1.0)),
+        factor=float(getattr(layer, "residual_multiplier", 1.0)),
     )
 
 
-def plain_linear(found: Any, name: str, dtype: torch.dtype) -> nn.Linear:
-    """Return `found`. Raises ValueError for another kind of layer, or unusual weights."""
-    if type(found) is not nn.Linear:
-        raise ValueError(f"{name} is {type(found).__module__}.{type(found).__name__}")
-    _require_usual(name, found.weight, dtype)
-    return found
+def plain_linear(module: Any, name: str, dtype: torch.dtype) -> nn.Linear:
+    """Return `module`. Raises ValueError for another kind of layer, or unusual weights."""
+    if type(module) is not nn.Linear:
+        raise ValueError(f"{name} is {type(module).__module__}.{type(module).__name__}")
+    _require_usual(name, module.weight, dtype)
+    return module
 
 
 def why_unusual(weight: Tensor) -> str | None:
@@ -348,7 +348,7 @@ def _names_of_children(part: nn.Module) -> set[str]:
 def _attention(decoder: DecoderParts, part: Any, kind: str, dtype: torch.dtype) -> Attention:
     children = _names_of_children(part)
     names = next((group for group in _PROJECTIONS if children.issuperset(group)), ())
-    output = _only(_OUTPUTS, children, "output of attention")
+    output = _single_name(_OUTPUTS, children, "output of attention")
     norms = next((group for group in _HEAD_NORMS if children.issuperset(group)), ())
     if not names or children != {*names, output, *norms}:
         raise ValueError(f"attention holds {', '.join(sorted(children))}")
@@ -363,9 +363,9 @@ def _attention(decoder: DecoderParts, part: Any, kind: str, dtype: torch.dtype) 
     if norms:
         queries, keys = (norm_of(getattr(part, name), size, dtype) for name in norms)
         if queries.weight.dim() == 1 and len(queries.weight) > size:
-            row_norms = _in_order(queries, pairs), _in_order(keys, pairs)
+            row_norms = _reorder(queries, pairs), _reorder(keys, pairs)
         else:
-            head_norms = _of_heads(queries, heads, keys, kv_heads, pairs)
+            head_norms = _head_norm(queries, heads, keys, kv_heads, pairs)
     cap = getattr(part, "attn_logit_softcapping", None)
     if decoder.config._attn_implementation != "eager":
         cap = None  # transformers' sdpa leaves it out, with a warning
@@ -405,17 +405,17 @@ def _heads_among(projections: tuple[nn.Linear, ...], size: int, config: Any) -> 
     return places, heads
 
 
-def _in_order(norm: Norm, pairs: Tensor) -> Norm:
+def _reorder(norm: Norm, pairs: Tensor) -> Norm:
     """A norm over a whole row of heads, its numbers in the order of `Attention.order`."""
 
-    def ordered(values: Tensor) -> Tensor:
+    def reorder(values: Tensor) -> Tensor:
         return values.view(-1, len(pairs))[:, pairs].flatten()
 
-    bias = None if norm.bias is None else ordered(norm.bias)
-    return replace(norm, weight=ordered(norm.weight), bias=bias)
+    bias = None if norm.bias is None else reorder(norm.bias)
+    return replace(norm, weight=reorder(norm.weight), bias=bias)
 
 
-def _of_heads(queries: Norm, heads: int, keys: Norm, kv_heads: int, pairs: Tensor) -> Norm:
+def _head_norm(queries: Norm, heads: int, keys: Norm, kv_heads: int, pairs: Tensor) -> Norm:
     """The norms of single heads as one norm, [heads + kv, size]."""
     if queries.bias is not None or keys.bias is not None:
         raise ValueError("norms of queries and keys have a bias")
@@ -433,7 +433,7 @@ def _mlp(part: Any, dtype: torch.dtype) -> Mlp | Experts:
         for weight in (part.gate.weight, inner.gate_up_proj, inner.down_proj):
             _require_usual("experts", weight, dtype)
         return Experts(part.gate.weight, shares, inner.gate_up_proj, inner.act_fn, inner.down_proj)
-    activation = _only(_ACTIVATION_NAMES, children, "activation")
+    activation = _single_name(_ACTIVATION_NAMES, children, "activation")
     for names, gated in _MLPS:
         if children == {*names, activation}:
             *into, down = (plain_linear(getattr(part, name), name, dtype) for name in names)
@@ -441,7 +441,7 @@ def _mlp(part: Any, dtype: torch.dtype) -> Mlp | Experts:
     raise ValueError(f"mlp holds {', '.join(sorted(children))}")
 
 
-def _only(names: tuple[str, ...], children: set[str], kind: str) -> str:
+def _single_name(names: tuple[str, ...], children: set[str], kind: str) -> str:
     matches = [name for name in names if name in children]
     if len(matches) != 1:
         raise ValueError(f"{kind}: found {', '.join(sorted(children))}")

@@ -65,28 +65,28 @@ class Team:
         """`wall` and `processor`: clocks, in seconds. `cores` None: those of `cores()`."""
         self._wall, self._processor = wall, processor
         self._cores = cores or files.cores()
-        self._free: int | None = None  # threads that have a free core each; None: all of them
+        self._free_cores: int | None = None  # threads that have a free core each; None: all of them
         self._trying = False  # all threads again
-        self._worked_s = self._got_s = 0.0
-        self._again_at, self._pause = 0.0, _PAUSES[0]
+        self._worked_s = self._processor_s = 0.0
+        self._retry_at, self._pause = 0.0, _PAUSES[0]
 
     @property
     def crowded(self) -> bool:
         """Whether other programs occupy some of the threads' cores."""
-        return self._free is not None
+        return self._free_cores is not None
 
     @property
     def threads(self) -> int:
         """The number of torch's threads to use now."""
         most = torch.get_num_threads()
-        return min(most, self._cores, most if self._trying else self._free or most)
+        return min(most, self._cores, most if self._trying else self._free_cores or most)
 
     @contextmanager
     def limited(self) -> Iterator[None]:
         """For a round, set torch's number of threads to `threads`; then restore it."""
         most = torch.get_num_threads()
-        if self.crowded and not self._trying and self._wall() >= self._again_at:
-            self._trying, self._worked_s, self._got_s = True, 0.0, 0.0
+        if self.crowded and not self._trying and self._wall() >= self._retry_at:
+            self._trying, self._worked_s, self._processor_s = True, 0.0, 0.0
         if (threads := self.threads) == most:
             yield
             return
@@ -103,22 +103,22 @@ class Team:
         yield
         end = self._wall()
         self._worked_s += end - start
-        self._got_s += self._processor() - processor_start
+        self._processor_s += self._processor() - processor_start
         if self._worked_s < _WINDOW_S:
             return
-        threads, cores = torch.get_num_threads(), self._got_s / self._worked_s
+        threads, cores = torch.get_num_threads(), self._processor_s / self._worked_s
         all_threads = self._trying or not self.crowded  # no thread was left out
         # half a core short, or a quarter if there is one thread
         if cores < threads - min(threads / 4, 0.5) and (all_threads or threads > 1):
-            self._free = max(round(cores), 1)
+            self._free_cores = max(round(cores), 1)
             text = "other programs keep this machine busy: computing with %d of %d threads for now"
             if threads > 1:
-                _log_once(logging.INFO, text, self._free, threads)
-            self._again_at = end + self._pause * self._worked_s
+                _log_once(logging.INFO, text, self._free_cores, threads)
+            self._retry_at = end + self._pause * self._worked_s
             self._pause, self._trying = min(2 * self._pause, _PAUSES[1]), False
         elif all_threads:
-            self._free, self._trying, self._pause = None, False, _PAUSES[0]
-        self._worked_s = self._got_s = 0.0
+            self._free_cores, self._trying, self._pause = None, False, _PAUSES[0]
+        self._worked_s = self._processor_s = 0.0
 
 
 TEAM = Team()  # one per process, since the threads are shared
@@ -128,7 +128,7 @@ TEAM = Team()  # one per process, since the threads are shared
 DTYPES = (torch.float32, torch.bfloat16)  # read by compiled code; blocks are expanded to them
 
 
-def compiled(source: Path, macro: str) -> ctypes.CDLL:
+def compiled_library(source: Path, macro: str) -> ctypes.CDLL:
     """The library compiled from `source` with a macro: prebuilt if one fits, else compiled now.
 
     Prebuilt ones are in the folder `prebuilt` beside the source, others in the cache folder; if
@@ -136,8 +136,8 @@ def compiled(source: Path, macro: str) -> ctypes.CDLL:
     own. Raises ValueError, with the reason, if there is none and none can be compiled.
     """
     try:
-        prebuilt = _prebuilt(source, macro)
-        return _made_here(source, macro) if prebuilt is None else prebuilt[0]
+        prebuilt = _prebuilt_library(source, macro)
+        return _cached_library(source, macro) if prebuilt is None else prebuilt[0]
     except (OSError, ValueError, subprocess.SubprocessError, CannotWrite) as error:
         reason = f"no compiled library: {error}"
         if isinstance(error, subprocess.CalledProcessError):
@@ -157,14 +157,14 @@ def compiled(source: Path, macro: str) -> ctypes.CDLL:
 def origin() -> str | None:
     """Where compiled code comes from: the wheel, a compiler, or None if from neither."""
     with suppress(ValueError):
-        prebuilt = _prebuilt(compiler.SOURCE, compiler.MACROS[0])
+        prebuilt = _prebuilt_library(compiler.SOURCE, compiler.MACROS[0])
         if prebuilt is not None:
             return f"in the wheel, for {prebuilt[1].name}"
     name = compiler.version()
     return name and f"here, by {name}"
 
 
-def _prebuilt(source: Path, macro: str) -> tuple[ctypes.CDLL, compiler.Target] | None:
+def _prebuilt_library(source: Path, macro: str) -> tuple[ctypes.CDLL, compiler.Target] | None:
     """The fastest library compiled from this exact source that this processor runs."""
     folder = source.parent / "prebuilt"
     if not folder.is_dir():
@@ -185,7 +185,7 @@ def _prebuilt(source: Path, macro: str) -> tuple[ctypes.CDLL, compiler.Target] |
     return None
 
 
-def _made_here(source: Path, macro: str) -> ctypes.CDLL:
+def _cached_library(source: Path, macro: str) -> ctypes.CDLL:
     """A library from the cache folder, compiled if missing; incomplete files are never loaded.
 
     If the folder is not writable, or others could change it, one is compiled for this process.
@@ -336,7 +336,7 @@ class QuantisedWeight(Tensor):
     format: Format
     rows: Tensor  # [out], int64: the row of `blocks` for each output
     in_order: bool  # whether `rows` are all rows, in order
-    kept: Tensor | None  # the expanded numbers, after `keep_numbers`
+    plain: Tensor | None  # the expanded numbers, after `keep_numbers`
     inputs: int  # its second dimension: reading the tensor's shape takes longer
     numbers: torch.dtype  # its dtype, for the same reason
     expander: Any  # the compiled function
@@ -349,7 +349,7 @@ class QuantisedWeight(Tensor):
         inner, in_order = blocks.shape[1] // kind.nbytes * kind.inputs, rows is None
         rows = torch.arange(len(blocks)) if rows is None else rows
         self: QuantisedWeight = Tensor._make_wrapper_subclass(cls, (len(rows), inner), dtype=dtype)
-        self.blocks, self.format, self.rows, self.kept = blocks, kind, rows, None
+        self.blocks, self.format, self.rows, self.plain = blocks, kind, rows, None
         self.inputs, self.numbers, self.in_order = inner, dtype, in_order
         self.expander = library(dtype).expand_blocks
         return self
@@ -367,20 +367,20 @@ class QuantisedWeight(Tensor):
 
     def expanded(self, rows: Tensor | None = None) -> Tensor:
         """The numbers of all rows, or of `rows` [..], as a plain tensor; not to be changed."""
-        if self.kept is not None:
-            return self.kept if rows is None else self.kept[rows]
+        if self.plain is not None:
+            return self.plain if rows is None else self.plain[rows]
         places = self.rows if rows is None else self.rows[rows.flatten()]
-        numbers = self._at(len(places), places.data_ptr())
+        numbers = self._expand_rows(len(places), places.data_ptr())
         return numbers if rows is None else numbers.view(*rows.shape, self.inputs)
 
     def listed(self, rows: Sequence[int]) -> Tensor:
         """The same for rows that are on the host, [T, in]: one call instead of five of torch."""
         out_of_range = min(rows) < 0 or max(rows) >= len(self.blocks)  # torch raises for these
-        if self.kept is not None or not self.in_order or out_of_range:
+        if self.plain is not None or not self.in_order or out_of_range:
             return self.expanded(torch.tensor(rows))
-        return self._at(len(rows), (ctypes.c_long * len(rows))(*rows))
+        return self._expand_rows(len(rows), (ctypes.c_long * len(rows))(*rows))
 
-    def _at(self, count: int, places: Any) -> Tensor:
+    def _expand_rows(self, count: int, places: Any) -> Tensor:
         """Expand `count` rows; `places`: their rows in `blocks`, an address or an array."""
         numbers = torch.empty(count, self.inputs, dtype=self.numbers)
         blocks, target = self.blocks.data_ptr(), numbers.data_ptr()
@@ -419,11 +419,11 @@ class QuantisedWeight(Tensor):
         if func in _SAME and isinstance(weight, QuantisedWeight):
             with torch.inference_mode(False):  # autograd counts changes of the tensors it returns
                 alias = QuantisedWeight(weight.blocks, weight.format, weight.dtype, weight.rows)
-                alias.kept, alias.in_order = weight.kept, weight.in_order
+                alias.plain, alias.in_order = weight.plain, weight.in_order
                 return alias
         if func._schema.is_mutable and isinstance(weight, QuantisedWeight):
             raise RuntimeError(_UNCHANGEABLE)
-        return func(*_expanded(args), **_expanded(dict(kwargs or {})))
+        return func(*_expand(args), **_expand(dict(kwargs or {})))
 
 
 def rows_of(weight: Tensor, rows: Tensor) -> Tensor:
@@ -455,7 +455,7 @@ def keep_numbers(model: nn.Module) -> None:
     """Expand all weights of `model` that are blocks, and keep the numbers for speed."""
     for weight in model.parameters():
         if isinstance(weight, QuantisedWeight):
-            weight.kept = weight.expanded()
+            weight.plain = weight.expanded()
 
 
 _PIECE = 1 << 22  # weights that are expanded at a time: they stay in caches and reuse memory
@@ -465,9 +465,9 @@ def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:  # n
     """The `linear` of torch; large weights are expanded, used and dropped piece by piece."""
     linear = torch.nn.functional.linear
     rows = max(1, _PIECE // weight.shape[1])
-    x = _expanded(input)
-    if not isinstance(weight, QuantisedWeight) or weight.kept is not None or len(weight) <= rows:
-        return linear(x, _expanded(weight), bias)
+    x = _expand(input)
+    if not isinstance(weight, QuantisedWeight) or weight.plain is not None or len(weight) <= rows:
+        return linear(x, _expand(weight), bias)
     pieces = torch.arange(len(weight)).split(rows)
     parts = [
         linear(x, weight.expanded(piece), None if bias is None else bias[piece]) for piece in pieces
@@ -475,7 +475,7 @@ def _linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:  # n
     return torch.cat(parts, dim=-1)
 
 
-def _expanded(values: Any) -> Any:
+def _expand(values: Any) -> Any:
     return tree_map_only(QuantisedWeight, QuantisedWeight.expanded, values)
 
 
@@ -495,7 +495,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     """The kernels for numbers of `dtype`. Raises ValueError, with the reason, if there are none."""
     if dtype not in DTYPES:
         raise ValueError(f"compiled code reads float32 and bfloat16, not {dtype}")
-    kernels = compiled(SOURCE, MACROS[dtype == torch.bfloat16])
+    kernels = compiled_library(SOURCE, MACROS[dtype == torch.bfloat16])
     integer, pointer = ctypes.c_long, ctypes.c_void_p
     arguments = {"run": (1, 2), "pack": (2, 2), "linear_layer": (3, 4)}
     arguments |= dict.fromkeys(("pack_blocks", "expand_blocks"), (3, 3))
@@ -548,7 +548,7 @@ def _in_stripes(weights: Sequence[Tensor], order: Tensor | None) -> list[Tensor]
         if not any(length % PANEL for _, length in runs[:-1]):
             parts = zip(runs, places.split([length for _, length in runs]), strict=True)
             return [rows_of(weights[at], rows - starts[at]) for (at, _), rows in parts]
-    plain = [_expanded(weight) for weight in weights]
+    plain = [_expand(weight) for weight in weights]
     joined = torch.cat(plain) if len(plain) > 1 else plain[0]
     return [joined if order is None else joined[order]]
 
@@ -595,12 +595,12 @@ class CompiledLinear:
         weights = [weight] if isinstance(weight, Tensor) else weight
         self.dtype, self.in_features = weights[0].dtype, weights[0].shape[1]
         self.out_features = sum(map(len, weights)) if order is None else len(order)
-        self._kept, stripes = list[Tensor](), list[_Stripe]()
+        self._panels, stripes = list[Tensor](), list[_Stripe]()
         for part in _in_stripes(weights, order):
             form, panels = _panels(part)
-            self._kept.append(panels)
+            self._panels.append(panels)
             stripes.append(_Stripe(-(-len(part) // PANEL), form, panels.data_ptr()))
-        self.nbytes = sum(panels.nbytes for panels in self._kept)
+        self.nbytes = sum(panels.nbytes for panels in self._panels)
         self._table = (_Stripe * len(stripes))(*stripes)
         self.address = ctypes.addressof(self._table)  # for `linear.hpp`; valid while this lives
         if bias is not None and order is not None:

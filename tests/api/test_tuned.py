@@ -55,7 +55,7 @@ def test_a_model_without_heads_is_measured_once_too(
     monkeypatch.setattr(tuned, "quick_costs", lambda *_: measured.pop())
     monkeypatch.setattr(tuned, "first_costs", FIRST_COSTS)
     with monkeypatch.context() as busy:
-        busy.setattr(TEAM, "_free", 1)
+        busy.setattr(TEAM, "_free_cores", 1)
         assert wrap(model, heads="none").options.costs == Costs(row=0.9)
     assert wrap(model, heads="none").options.costs == Costs()  # too few positions to compare rows
     for _ in range(2):

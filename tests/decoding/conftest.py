@@ -45,7 +45,7 @@ class WatchedBackbone(Backbone):
     def run(
         self, hidden: Tensor, first: int, last: int, rows: Rows, states: States | None = None
     ) -> Tensor:
-        kv = rows.only.kv
+        kv = rows.span.kv
         lengths = [kv.length(layer) for layer in range(self.num_layers)]
         assert lengths == sorted(lengths, reverse=True)  # never more in a deeper layer
         start = lengths[first]

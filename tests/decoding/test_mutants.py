@@ -52,7 +52,7 @@ def positions_start_one_late(patch: pytest.MonkeyPatch) -> None:
     original = GenericExecutor.run
 
     def wrong(self: Any, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        late = replace(rows.only, start=rows.only.start + 1) if first else rows.only
+        late = replace(rows.span, start=rows.span.start + 1) if first else rows.span
         return original(self, hidden, first, last, Rows(rows.device, (late,)))
 
     patch.setattr(GenericExecutor, "run", wrong)

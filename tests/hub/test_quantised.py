@@ -46,7 +46,7 @@ def check_same_texts(blocks: Any, numbers: Any, ids: Tensor) -> list[Backbone]:
     """
     pair = [selfspec.wrap(model, drafter="ngram") for model in (blocks, numbers)]
     for speculator in pair:
-        assert speculator.backbone.executor_name == "fused", speculator.backbone.refused
+        assert speculator.backbone.executor_name == "fused", speculator.backbone.refusals
     if blocks.dtype == torch.float32:
         texts = [speculator.generate(ids, max_new_tokens=20).token_ids for speculator in pair]
         assert texts[0] == texts[1]
@@ -287,7 +287,7 @@ def test_other_executors_de_quantise(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert not any(isinstance(w, QuantisedWeight) for w in loaded.model.parameters())
     blocks, _ = both_models(tmp_path / "it.gguf")
     assert Backbone(blocks, executor="generic").executor_name == "generic"
-    assert blocks.lm_head.weight.kept is not None
+    assert blocks.lm_head.weight.plain is not None
 
 
 @pytest.mark.slow

@@ -252,8 +252,8 @@ def test_any_failure_of_compiled_code_leaves_the_models_own_modules(
     monkeypatch.setattr("selfspec.model.fused.library", library.__wrapped__)  # as in a new process
     backbone = same_as_the_model(make_model("llama"))
     assert backbone.executor_name == "generic"
-    assert re.search(why, backbone.refused["fused"])
-    assert "tale" not in backbone.refused["fused"]
+    assert re.search(why, backbone.refusals["fused"])
+    assert "tale" not in backbone.refusals["fused"]
     with pytest.raises(UnsupportedModel, match=f"{why}.*choose generic"):
         Backbone(make_model("llama"), executor="fused")
 
@@ -280,7 +280,7 @@ def test_weights_of_another_type_run_unpacked() -> None:
     for layer in model.model.layers:
         hide(layer.mlp.up_proj)
     backbone = same_as_the_model(model, heads="logit-lens", drafter="exit:threshold=0.05")
-    assert "weights are of type Hidden" in backbone.refused["fused"]
+    assert "weights are of type Hidden" in backbone.refusals["fused"]
     hide(model.lm_head)
     backbone = same_as_the_model(model, drafter="ngram")
     with pytest.raises(UnsupportedModel, match=r"quantised \(Hidden\).*drafter='ngram'"):
@@ -307,7 +307,7 @@ def test_an_unembedding_of_another_dtype_with_a_hook_runs() -> None:
     model.lm_head.float()
     model.lm_head.register_forward_pre_hook(lambda _, args: (args[0].float(),))
     backbone = same_as_the_model(model, heads="logit-lens", drafter="exit:threshold=0.05")
-    assert "lm_head has hooks" in backbone.refused["fused"]
+    assert "lm_head has hooks" in backbone.refusals["fused"]
 
 
 @pytest.mark.parametrize("part", ["lm_head", "model.norm"])

@@ -23,7 +23,7 @@ import torch
 from selfspec.files import cache_folder, cores, open_to_others
 from selfspec.model import compiler, weights
 from selfspec.model.compiler import MACROS, SOURCE, TARGETS, Target, library_name, make_library
-from selfspec.model.weights import Team, compiled, origin
+from selfspec.model.weights import Team, compiled_library, origin
 from tests.bad_input import snapshot
 from tests.models import needs_compiler
 
@@ -76,10 +76,10 @@ def test_a_missing_compiler_is_logged_once(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -pipe")
-    monkeypatch.setattr(weights, "_prebuilt", lambda *_: None)
+    monkeypatch.setattr(weights, "_prebuilt_library", lambda *_: None)
     for _ in range(2):
         with pytest.raises(ValueError, match="compiler no-such-compiler"):
-            compiled(source, NUMBER)
+            compiled_library(source, NUMBER)
     (message,) = caplog.messages
     assert "compiler no-such-compiler. The model's own modules run: slower" in message
     assert message.endswith("Install a wheel that brings compiled code, or g++ 11 or newer")
@@ -90,14 +90,14 @@ def test_a_missing_compiler_is_logged_once(
 def test_a_file_is_compiled_once(mask: int, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     umask = os.umask(mask)
     try:
-        assert compiled(source, NUMBER).answer() == 42
+        assert compiled_library(source, NUMBER).answer() == 42
     finally:
         os.umask(umask)
     files = list(cache_folder().rglob("*"))
     monkeypatch.setattr(compiler, "make_library", None)
-    assert compiled(source, NUMBER).answer() == 42
+    assert compiled_library(source, NUMBER).answer() == 42
     with pytest.raises(TypeError):
-        compiled(source, "-DNUMBER=43")
+        compiled_library(source, "-DNUMBER=43")
     assert list(cache_folder().rglob("*")) == files
 
 
@@ -111,7 +111,7 @@ def test_a_truncated_library_is_compiled_again(left: float, source: Path) -> Non
     size = library.stat().st_size
     os.truncate(library, int(size * left))
     library.chmod(0o600)
-    assert compiled(source, NUMBER).answer() == 42
+    assert compiled_library(source, NUMBER).answer() == 42
     assert library.stat().st_size == size
 
 
@@ -152,11 +152,11 @@ def test_code_open_to_others_is_not_loaded(source: Path, caplog: pytest.LogCaptu
     library.parent.mkdir(parents=True)
     make_library(library, source, "-DNUMBER=13", target)
     library.chmod(0o600)
-    assert compiled(source, NUMBER).answer() == 13  # no other user can have put it there
+    assert compiled_library(source, NUMBER).answer() == 13  # no other user can have put it there
     library.parent.chmod(0o777)
     content = snapshot(cache_folder())
     for _ in range(2):
-        assert compiled(source, NUMBER).answer() == 42
+        assert compiled_library(source, NUMBER).answer() == 42
     assert len([text for text in caplog.messages if "others can change" in text]) == 1
     assert snapshot(cache_folder()) == content
 
@@ -166,7 +166,7 @@ def test_an_unwritable_cache_folder_only_costs_time(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(source))  # a file
-    assert compiled(source, NUMBER).answer() == 42
+    assert compiled_library(source, NUMBER).answer() == 42
     assert caplog.messages[0].endswith("takes no files. Set XDG_CACHE_HOME to a folder that does")
 
 
@@ -174,7 +174,7 @@ def test_an_unwritable_cache_folder_only_costs_time(
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(source: Path) -> None:
     source.write_text("#error not today", encoding="utf-8")
     with pytest.raises(ValueError, match="the compiler failed"):
-        compiled(source, NUMBER)
+        compiled_library(source, NUMBER)
     assert not list((cache_folder() / "compiled").iterdir())
 
 
@@ -183,7 +183,7 @@ def test_a_full_disk_is_named_not_the_linker(source: Path, monkeypatch: pytest.M
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(shutil, "copyfile", Mock(side_effect=full))
     with pytest.raises(ValueError, match=f"{cache_folder()}/compiled/.*: No space left"):
-        compiled(source, NUMBER)
+        compiled_library(source, NUMBER)
 
 
 def runtimes() -> set[str]:
@@ -205,7 +205,7 @@ def test_threads_are_those_of_the_runtime_that_torch_loaded(source: Path) -> Non
     source.write_text(text, encoding="utf-8")
     loaded = runtimes()
     torch.set_num_threads(3)
-    assert compiled(source, NUMBER).threads() == 3
+    assert compiled_library(source, NUMBER).threads() == 3
     assert runtimes() == loaded
 
 
@@ -216,7 +216,7 @@ def test_threads_are_those_of_the_runtime_that_torch_loaded(source: Path) -> Non
 def test_a_prebuilt_library_precedes_the_compiler_and_the_fastest_comes_first(source: Path) -> None:
     for target in FITTING[::-1]:
         library = prebuild(source, target)
-        assert compiled(source, NUMBER)._name == str(library)
+        assert compiled_library(source, NUMBER)._name == str(library)
     assert not cache_folder().exists()
 
 
@@ -246,7 +246,7 @@ def test_a_prebuilt_library_that_does_not_fit_is_skipped(
     elif wrong == "file":
         library.write_bytes(b"\x7fELF of a newer system")
     with caplog.at_level(logging.DEBUG, logger=weights.__name__):
-        code = compiled(source, NUMBER)
+        code = compiled_library(source, NUMBER)
     assert code.answer() == 42
     assert Path(code._name).is_relative_to(cache_folder())
     assert re.search(why, caplog.text)
@@ -320,7 +320,7 @@ def test_a_wheel_has_a_library_for_every_kind_of_processor(
     assert not any(Path(library).exists() for library in files)
     monkeypatch.setenv("CXX", "false")
     installed = tmp_path / "selfspec" / "model" / "kernels"
-    assert compiled(installed / SOURCE.name, MACROS[1]).answer() == 41
+    assert compiled_library(installed / SOURCE.name, MACROS[1]).answer() == 41
     monkeypatch.setattr(compiler, "SOURCE", installed / SOURCE.name)
     assert origin() == f"in the wheel, for {FITTING[0].name}"
 

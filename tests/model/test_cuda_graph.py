@@ -71,7 +71,7 @@ def test_replays_give_the_bits_of_the_models_own_layers(family: str, dtype: torc
     backbone = recorded(family, dtype)
     fixed = KVCache(6, slots=256)
     hidden = backbone.embed(random_ids(PREFIX + 9)[0])
-    backbone.own.run(hidden[:PREFIX], 0, 6, behind(fixed, 0, PREFIX))
+    backbone.generic.run(hidden[:PREFIX], 0, 6, behind(fixed, 0, PREFIX))
     kv = copied(fixed)
     at = PREFIX
     for count, padded in ((1, 1), (3, 4), (1, 1), (4, 4)):
@@ -79,13 +79,13 @@ def test_replays_give_the_bits_of_the_models_own_layers(family: str, dtype: torc
         for first, last in ((0, 2), (2, 6)):
             wide = torch.nn.functional.pad(block, (0, 0, 0, padded - count))
             rows = behind(fixed, first, padded)
-            expected = backbone.own.run(wide, first, last, rows)[:count]
+            expected = backbone.generic.run(wide, first, last, rows)[:count]
             fixed.truncate(at + count, first, last)
             output = backbone.run(block, first, last, behind(kv, first, count))
             assert torch.equal(output, expected)
             block = output
         wide = torch.nn.functional.pad(block, (0, 0, 0, padded - count))
-        expected = backbone.finish(backbone.own.unembed(wide)[1])[:count]
+        expected = backbone.finish(backbone.generic.unembed(wide)[1])[:count]
         assert torch.equal(backbone.logits(block), expected)
         at += count
         assert {kv.length(layer) for layer in range(6)} == {at}
@@ -104,17 +104,17 @@ def test_drafts_do_not_change_one_bit_of_a_logit(family: str, dtype: torch.dtype
 def test_trees_and_chains_share_a_graph() -> None:
     """A tree of seven rows, kept in part, then a chain, then another tree."""
     backbone = recorded("mistral", torch.float64)
-    executor, own, graph_kv, own_kv = executor_of(backbone), backbone.own, KVCache(6), KVCache(6)
+    executor, own, cuda_kv, own_kv = executor_of(backbone), backbone.generic, KVCache(6), KVCache(6)
     hidden, at = backbone.embed(random_ids(PREFIX + 30)[0]), PREFIX
-    for kv in (graph_kv, own_kv):
+    for kv in (cuda_kv, own_kv):
         own.run(hidden[:at], 0, 6, behind(kv, 0, at))
     graphs = {*executor.replays._graphs}
     for parents in ((-1, -1, 0, 0, 1, 3, 3), None, (-1, 0, -1, 2, 1, 4, 4)):
         block = hidden[at : at + 7]
-        rows = [Rows.of(kv, at, 7, torch.device("cpu"), parents) for kv in (graph_kv, own_kv)]
+        rows = [Rows.of(kv, at, 7, torch.device("cpu"), parents) for kv in (cuda_kv, own_kv)]
         output, expected = backbone.run(block, 0, 6, rows[0]), own.run(block, 0, 6, rows[1])
         assert (output - expected).abs().max() < 1e-13
-        for kv in (graph_kv, own_kv):
+        for kv in (cuda_kv, own_kv):
             kv.keep(at, (0, 3) if parents else (0, 1))
         at += 2
     assert executor.replays._graphs.keys() == graphs
@@ -172,7 +172,7 @@ def test_eight_texts_in_turn_keep_their_slots(
         moved.clear()  # in the last round the number of lanes is at its maximum
         for row, kv, own_kv in zip(rows.split(1), kvs, own_kvs, strict=True):
             output = backbone.run(row, 0, 6, behind(kv, 0, 1))
-            expected = backbone.own.run(row, 0, 6, behind(own_kv, 0, 1))
+            expected = backbone.generic.run(row, 0, 6, behind(own_kv, 0, 1))
             assert (output - expected).abs().max() < 1e-3
     assert len(moved) == moves
 
@@ -184,7 +184,7 @@ def test_rows_of_many_texts_share_a_graph(family: str) -> None:
     backbone = recorded(family, torch.float64)
     executor = executor_of(backbone)
     # assumed here, even if this processor's kernels do not keep their bits
-    executor._alike, executor.claims = 8, replace(executor.claims, joins=True)
+    executor._alike_rows, executor.claims = 8, replace(executor.claims, joins=True)
     vars(backbone)["runs_many"] = True
     graph_kvs, own_kvs = ([KVCache(6) for _ in range(20)] for _ in range(2))
     tree, replays = (-1, -2, 0, 0), list[int]()
@@ -207,7 +207,7 @@ def test_rows_of_many_texts_share_a_graph(family: str) -> None:
             at, device = graph_kvs[text].length(), torch.device("cpu")
             rows.append(Rows.of(graph_kvs[text], at, count, device, parents))
             own_rows = Rows.of(own_kvs[text], at, count, device, parents)
-            expected.append(backbone.own.run(block, 0, 6, own_rows))
+            expected.append(backbone.generic.run(block, 0, 6, own_rows))
         with pytest.MonkeyPatch.context() as patch:
             keys = noted(patch, Replays, "run", lambda _, key, *__: isinstance(key, Segment))
             output = backbone.run(hidden, 0, 6, Rows.joined(rows))
@@ -231,15 +231,15 @@ def test_a_trial_finds_up_to_how_many_rows_bits_are_kept(most: int) -> None:
     executor = CudaGraphExecutor(parts_of(model), model.lm_head)
 
     def run(hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
-        rows.only.kv.extend(len(hidden), first, last)
+        rows.span.kv.extend(len(hidden), first, last)
         return hidden
 
     def unembed(hidden: Tensor) -> tuple[Tensor, Tensor]:
         return hidden, hidden + (len(hidden) > most)
 
     executor.run, executor._generic.unembed = run, unembed  # type: ignore[method-assign]
-    executor._alike = executor._rows_alike()
-    assert executor._alike == most
+    executor._alike_rows = executor._count_alike_rows()
+    assert executor._alike_rows == most
     assert executor.unembed(torch.zeros(13, 32))[1].any() == (most == 1)  # else in pieces of `most`
 
 

@@ -342,7 +342,7 @@ def test_texts_of_one_pass_have_the_same_bits_as_alone(
     assert torch.equal(output, torch.cat(expected))
     newest = backbone.embed(random_ids(1)[0])
     for pair in zip(alone, together, strict=True):  # the added keys and values are the same too
-        caches = [rows.only.kv for rows in pair]
+        caches = [rows.span.kv for rows in pair]
         both = [Rows.of(kv, kv.length(layers - 1), 1, host) for kv in caches]
         assert torch.equal(*(backbone.run(newest, 0, layers, rows) for rows in both))
     run, passes = FusedExecutor.run, list[list[int]]()

@@ -125,7 +125,7 @@ def test_a_text_starts_from_the_longest_prefix_that_is_held() -> None:
     first = begun(store, old)
     assert first.length(0) == 0
     fill(first, old)
-    store.done(first, old)
+    store.release(first, old)
     for new, expected in (
         (old, 169),  # one id is left to run
         ([*old, 5], 170),
@@ -136,11 +136,11 @@ def test_a_text_starts_from_the_longest_prefix_that_is_held() -> None:
         (old[:1], 0),
     ):
         kv = begun(store, new)
-        assert kv.length(0) == expected == store.held(new)
+        assert kv.length(0) == expected == store.prefix_length(new)
         assert shown(kv) == new[:expected]
         fill(kv, new)
         assert shown(kv) == new
-        store.done(kv, new)
+        store.release(kv, new)
     assert shown(begun(store, old)) == old[:169]  # not overwritten
 
 
@@ -150,8 +150,8 @@ def test_running_texts_share_full_pages_once_the_first_has_run() -> None:
     fill(first, common)
     store.share(first, common)
     caches = [first, *(begun(store, [*common, number], 1000) for number in range(2, 33))]
-    pages = {id(page) for kv in caches for page in kv.held}
-    assert len(pages) == len(first.held) == 8  # 7 are shared; the others own none yet
+    pages = {id(page) for kv in caches for page in kv.held_pages}
+    assert len(pages) == len(first.held_pages) == 8  # 7 are shared; the others own none yet
     assert {kv.length(0) for kv in caches[1:]} == {500 // POSITIONS * POSITIONS}
     for number, kv in enumerate(caches, start=1):
         fill(kv, [*common, number])
@@ -166,14 +166,14 @@ def test_the_least_recently_used_text_is_evicted_first_from_its_end() -> None:
     for ids in texts:
         kv = begun(store, ids, 100)
         fill(kv, ids)
-        store.done(kv, ids)
-    assert [store.held([*ids, 0]) for ids in texts] == [100, 100]
+        store.release(kv, ids)
+    assert [store.prefix_length([*ids, 0]) for ids in texts] == [100, 100]
     first = begun(store, [*texts[0], 0], 101)  # the first is used again
-    store.done(first, texts[0])
+    store.release(first, texts[0])
     third = begun(store, [3] * 190, 250)
     fill(third, [3] * 190)
-    assert store.held([*texts[0], 0]) == 100
-    assert store.held([*texts[1], 0]) < 100
+    assert store.prefix_length([*texts[0], 0]) == 100
+    assert store.prefix_length([*texts[1], 0]) < 100
     assert store.memory.used + store.memory.kept <= store.memory.most
 
 
@@ -183,7 +183,7 @@ def test_a_text_waits_for_room_and_one_that_never_fits_is_refused() -> None:
     second = store.kv(100)
     assert not store.admit(second, [3, 4])
     fill(first, [1, 2])
-    store.done(first, [1, 2])
+    store.release(first, [1, 2])
     assert store.admit(second, [3, 4])
     with pytest.raises(InvalidOption, match=r"300 tokens .*is 13\.0 MB\. Lower max_new_tokens"):
         KVStore(1, None, 50_000, 13_000_000).refuse_too_long(300)
@@ -196,7 +196,7 @@ def test_caches_without_pages_count_in_the_same_way() -> None:
     assert store.memory.used == 3 * 10 * POSITIONS
     second = store.kv(100)
     assert not store.admit(second, [3])
-    store.done(first, [1, 2])
+    store.release(first, [1, 2])
     assert store.memory.used == 0
     assert store.admit(second, [3])
 
@@ -221,7 +221,7 @@ def test_each_text_keeps_its_own_values_in_any_order(seed: int, pages: int) -> N
             kv = dice.choice([*running])
             ids = running.pop(kv)
             assert shown(kv) == ids
-            store.done(kv, ids)
+            store.release(kv, ids)
         memory = store.memory
         assert memory.used + memory.kept <= max(memory.most, memory.used)
     for kv, ids in running.items():

@@ -69,7 +69,7 @@ def test_compiled_code_runs_the_family(family: str) -> None:
         truth = tiny_model(family, torch.float64)(ids[None]).logits[0]
         own_logits = model(ids[None]).logits[0]
     backbone = Backbone(model)
-    assert backbone.executor_name == "fused", backbone.refused
+    assert backbone.executor_name == "fused", backbone.refusals
     logits = passed(backbone, ids, [90])
     assert error(logits, truth) < 2 * error(own_logits, truth)
     assert torch.equal(passed(backbone, ids, [1, 3, 60, 7, 19]), logits)
@@ -109,7 +109,7 @@ def test_wrong_routing_of_rows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(recipe, "shares_of", lambda *args: replace(original(*args), each=1))
     backbone = Backbone(tiny_model("mixtral", torch.float32))
     assert backbone.executor_name == "generic"
-    assert "layer 1 comes out differently" in backbone.refused["fused"]
+    assert "layer 1 comes out differently" in backbone.refusals["fused"]
 
 
 @needs_compiler

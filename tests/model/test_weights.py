@@ -123,7 +123,7 @@ def test_it_compiles_for_every_processor_and_runs_if_this_machine_has_it(
         shutil.move(tmp_path / library.name, library)
     if not target.needs <= weights.processor_features():
         pytest.skip(f"compiled; this processor does not run {target.name}")
-    monkeypatch.setattr(weights, "compiled", lambda *_, **__: weights._load(library))
+    monkeypatch.setattr(weights, "compiled_library", lambda *_, **__: weights._load(library))
     monkeypatch.setattr(weights, "library", weights.library.__wrapped__)
     (weight, bias), x = made_weights(50, 333, dtype), inputs(40, 333, dtype)
     linear = CompiledLinear(weight, bias)
@@ -243,7 +243,7 @@ def test_a_quantised_weight_behaves_like_a_tensor(kept: bool) -> None:
     assert torch.equal(layer.weight.float(), numbers.float())
     assert torch.equal(layer.weight.detach().reshape(-1), numbers.reshape(-1))
     detached: Any = layer.weight.detach()
-    assert (detached.kept is not None) == kept
+    assert (detached.plain is not None) == kept
     assert torch.equal(torch.empty_like(numbers).copy_(layer.weight), numbers)
     for copied in pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer):
         assert torch.equal(copied.weight, numbers)
