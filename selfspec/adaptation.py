@@ -40,12 +40,12 @@ from selfspec.training.options import (
     CacheOptions,
     DataOptions,
     FitOptions,
-    explained,
-    plain,
+    explain_errors,
+    options_dict,
     seconds_of,
 )
 from selfspec.training.recipe import Passages, Recipe, read_recipe
-from selfspec.training.text import Conversation, Reader, Writer, encoded, questions_of, special_ids
+from selfspec.training.text import Conversation, Reader, Writer, encode, questions_of, special_ids
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class _Adaptation:
         file = self.folder / STATE
         if not file.exists():
             return _State(made_from=made_from, budget_s=self.budget_s)
-        with explained(f"{file} is damaged", "Remove its folder"):
+        with explain_errors(f"{file} is damaged", "Remove its folder"):
             state = record_of(_State, read_json(file))
         require_same(self.folder, state.made_from, made_from, "remove the folder")
         if self.budget_s > state.budget_s:
@@ -330,7 +330,7 @@ class _Adaptation:
         self._save()
         questions = [turns for number, turns in enumerate(self.own) if number % 5]
         prompts = author.prompts(self.recipe, self.passages, questions)
-        propose = selfgen.here(selfgen.Written(author, prompts, excluded).propose)
+        propose = selfgen.local_submit(selfgen.Written(author, prompts, excluded).propose)
         source = selfgen.Admission(options, writer.records(), excluded)
         try:
             while self._left(_TEXT_UNTIL) > 0.0 or not writer.batches:
@@ -365,7 +365,7 @@ class _Adaptation:
     def _timed_step(self, backbone: Backbone, rows: int) -> float:
         for _ in range(2):
             began, remaining = time.monotonic(), rows
-            texts = selfgen.Texts(backbone, watch=lambda _: None)
+            texts = selfgen.Texts(backbone, count=lambda _: None)
             for number in range(rows):
                 prompt = [number % backbone.vocab_size]
                 texts.add(selfgen.Ask(prompt, _STEPS, frozenset(), number, temperature=1.0))
@@ -379,7 +379,7 @@ class _Adaptation:
         """Features to fit and to measure on, and the held-out texts with their families."""
 
         def parse(record: dict[str, Any]) -> tuple[str, Conversation]:
-            return str(record.get("family", "")), encoded(record, self._tokenizer)
+            return str(record.get("family", "")), encode(record, self._tokenizer)
 
         rows = list(Reader(self.folder / TEXT, parse))
         answered = [row for row in rows if row[1].answers]
@@ -431,10 +431,10 @@ class _Adaptation:
         fitted = fit.fit(
             job,
             lambda step, steps, note: self._say(f"fitting: step {step} of {steps}, {note}"),
-            left=lambda: self._left(_FIT_UNTIL),
+            left_s=lambda: self._left(_FIT_UNTIL),
         )
         run = {"command": "adapt", "budget_s": state.budget_s, "base_model": self._label}
-        records.write(self._heads, fitted, run | plain(job.options))
+        records.write(self._heads, fitted, run | options_dict(job.options))
         state.fitted, state.seen = True, fitted.metrics["steps"] / len(train.indices)
         self._save()
         checkpoint.unlink(missing_ok=True)

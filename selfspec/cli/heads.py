@@ -191,7 +191,7 @@ def push(
 
     if licence is None:
         base.note("selfspec: the card names no licence. To name one: --license apache-2.0")
-    content = records.for_others(path, name, licence)
+    content = records.hub_files(path, name, licence)
     address = hub.push(content, name, private=private, message=message)
     base.emit(f"{address}\n")
 

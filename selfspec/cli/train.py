@@ -29,7 +29,7 @@ from selfspec.training.options import (
     CacheOptions,
     DataOptions,
     FitOptions,
-    plain,
+    options_dict,
     seconds_of,
 )
 from selfspec.training.text import Reader, Writer
@@ -106,10 +106,10 @@ def _load(
     """
     from selfspec.model import fingerprint
     from selfspec.model.backbone import Backbone
-    from selfspec.training.features import launched
+    from selfspec.training.features import process_state
 
     template = template or _chat_template(args)
-    processes = launched()
+    processes = process_state()
     per_process = processes.num_processes > 1 and processes.device.type != "cpu"
     device = args.get("device", str(processes.device) if per_process else None)
     dtype = args.get("dtype") or hub.training_dtype(device)
@@ -315,7 +315,7 @@ def _write_data(args: Args, options: DataOptions) -> Counts:
         try:
             author = selfgen.Author(*model[:2], options, count, args.get("endpoint"))
             source, proposer, rows = _source(args, author, writer, recipe, passages, excluded)
-            submit = selfgen.here(proposer(author))
+            submit = selfgen.local_submit(proposer(author))
             if workers > 1:
                 from selfspec import cluster
 
@@ -560,7 +560,7 @@ def fit(*, args: Given) -> None:
             raise
         if base.is_first():
             values = {flag.name: args.get(flag.name) for flag in _FILES}
-            run = values | {"base_model": job.base_model} | plain(job.options)
+            run = values | {"base_model": job.base_model} | options_dict(job.options)
             records.write(output, fitted, run)
             folders.remember(output)
             state.unlink(missing_ok=True)
@@ -612,7 +612,7 @@ def _job(args: Args, options: FitOptions, model: Base, checkpoint: Path) -> Job:
 
     if "start_from" in args:
         start = heads_of(hub.resolve_heads(args["start_from"]), backbone, model.name)
-        options = fit.options_to_go_on(options, start)
+        options = fit.continued_options(options, start)
     if "cache" in args:
         source = CacheSource(args["cache"], backbone)
         data, layers, kind = source.manifest.data, source.spec.layers, options.head_type
@@ -732,12 +732,12 @@ def _calibrate(args: Args, folder: Path, output: Path | None) -> Found:
 def _calibrate_entropy(args: Args, output: Path | None) -> Found:
     model = _load(args)
     from selfspec.api.speculator import heads_of
-    from selfspec.training.records import SHARE, measured_entropy
+    from selfspec.training.records import SHARE, measure_entropy
 
     batch_tokens = CacheOptions().batch_tokens
     texts = _read(args["data"], model, args, batch_tokens, args.get("max_tokens"))
     with base.bar("entropies", "batches") as show:
-        stats = measured_entropy(model.backbone, texts, batch_tokens, show)
+        stats = measure_entropy(model.backbone, texts, batch_tokens, show)
     threshold = stats["entropy_threshold"]
     place = f"not stored: use --acceptance easd:entropy={threshold}"
     if output is not None:

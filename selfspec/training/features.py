@@ -37,7 +37,7 @@ from selfspec.heads.attending import AttendingHeads
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.model.backbone import Backbone
 from selfspec.model.check import evaluation
-from selfspec.training.options import explained
+from selfspec.training.options import explain_errors
 from selfspec.training.text import Conversation
 
 LOGIT_ROWS = 128  # rows whose full logits exist at a time; 25 MB for 49,152 tokens
@@ -108,7 +108,7 @@ class Batch(NamedTuple):
 
     ids: Tensor  # [B, T]
     predicts: Tensor  # [B, T] bool: the next token belongs to an answer
-    known: Tensor  # [B, T] bool: there is a next token
+    has_next: Tensor  # [B, T] bool: there is a next token
 
 
 def plan_batches(
@@ -128,12 +128,12 @@ def pad_batch(conversations: Sequence[Conversation]) -> Batch:
     """Make one batch. Padding is token 0, on the right, where no position sees it."""
     ids = pad_sequence([torch.tensor(entry.ids) for entry in conversations], batch_first=True)
     lengths = torch.tensor([len(entry.ids) for entry in conversations])
-    known = torch.arange(ids.shape[1]) < lengths[:, None] - 1
-    predicts = torch.zeros_like(known)
+    has_next = torch.arange(ids.shape[1]) < lengths[:, None] - 1
+    predicts = torch.zeros_like(has_next)
     for row, entry in enumerate(conversations):
         for first, end in entry.answers:
             predicts[row, first - 1 : end - 1] = True
-    return Batch(ids, predicts, known)
+    return Batch(ids, predicts, has_next)
 
 
 def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
@@ -141,7 +141,7 @@ def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
     ids = batch.ids.to(backbone.device)
     device = backbone.unembedding.weight.device
     predicts = batch.predicts.to(device)
-    mask = batch.known.to(device) if spec.everywhere else predicts
+    mask = batch.has_next.to(device) if spec.everywhere else predicts
     # with causal attention, right padding needs no mask: no position of a text can see it
     with evaluation(backbone.model), torch.no_grad():
         pairs = zip(stops, backbone.states(ids, stops), strict=True)
@@ -150,12 +150,12 @@ def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
         if spec.deep:
             normed = backbone.unembedding.norm(last_output)
             extras = [states[layer].to(normed) for layer in spec.states]
-            deep = _shifted(torch.cat([normed, *extras], dim=-1))[mask]
-        top_ids, top_log_probs = _top(backbone, last_output[mask], spec.top_k)
+            deep = _shift(torch.cat([normed, *extras], dim=-1))[mask]
+        top_ids, top_log_probs = _top_tokens(backbone, last_output[mask], spec.top_k)
     return Features(
         hidden={layer: states[layer][mask] for layer in spec.layers},
         following=batch.ids.roll(-1, dims=1).to(device)[mask],
-        continues=(mask & _shifted(mask))[mask],
+        continues=(mask & _shift(mask))[mask],
         answers=predicts[mask],
         top_ids=top_ids,
         top_log_probs=top_log_probs,
@@ -163,7 +163,7 @@ def features(backbone: Backbone, spec: FeatureSpec, batch: Batch) -> Features:
     )
 
 
-def _top(backbone: Backbone, last_output: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _top_tokens(backbone: Backbone, last_output: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Ids and log-probabilities [N, count] of the likeliest next tokens."""
     ids, log_probs = [], []
     for rows in last_output.split(LOGIT_ROWS):
@@ -174,7 +174,7 @@ def _top(backbone: Backbone, last_output: Tensor, count: int) -> tuple[Tensor, T
     return torch.cat(ids), torch.cat(log_probs)
 
 
-def _shifted(values: Tensor) -> Tensor:
+def _shift(values: Tensor) -> Tensor:
     """Move [B, T, ...] one position later; zeros come first."""
     shifted = values.roll(1, dims=1)
     shifted[:, 0] = 0
@@ -198,7 +198,7 @@ class StreamSource:
         if not spec.everywhere:
             conversations = [entry for entry in conversations if entry.answers]
         self.plan = plan_batches(conversations, batch_tokens)
-        self._kept: dict[tuple[int, int, int], Features] = {}
+        self._cache: dict[tuple[int, int, int], Features] = {}
         self.answers = [sum(len(entry.answer_ids) for entry in group) for group in self.plan]
         positions = [sum(len(entry.ids) - 1 for entry in group) for group in self.plan]
         self.sizes = positions if spec.everywhere else self.answers
@@ -210,11 +210,11 @@ class StreamSource:
 
     def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
         """Features of batch `index`, or of every `count`-th text of it from `number` on."""
-        if (cached := self._kept.get((index, number, count))) is not None:
+        if (cached := self._cache.get((index, number, count))) is not None:
             return cached
         computed = features(self.backbone, self.spec, pad_batch(self.plan[index][number::count]))
         if self._keep:
-            self._kept[index, number, count] = computed
+            self._cache[index, number, count] = computed
         return computed
 
     def token_counts(self) -> Counter[int]:
@@ -275,7 +275,7 @@ def split(source: FeatureSource) -> tuple[Selection, Selection]:
     return Selection(source, rest), Selection(source, held_out)
 
 
-def launched() -> PartialState:
+def process_state() -> PartialState:
     """This process's place among those of a launcher; without one it is the only process."""
     # by default, PartialState does not connect processes on a CPU
     return PartialState(cpu=not torch.accelerator.is_available())
@@ -347,11 +347,11 @@ class Manifest:
         )
 
     @classmethod
-    def read(cls, where: str | Path | Place) -> Manifest:
+    def read(cls, location: str | Path | Place) -> Manifest:
         """Read a manifest. Raises InvalidData if there is none that this version reads."""
-        place = where if isinstance(where, Place) else Place(where)
+        place = location if isinstance(location, Place) else Place(location)
         path, hint = place.pull(place.folder / MANIFEST), "Run selfspec cache with another --output"
-        with explained(f"{place.name} is no feature cache", hint):
+        with explain_errors(f"{place.name} is no feature cache", hint):
             fields = read_json(path)
             if not isinstance(fields, dict) or fields.get("format_version") != FORMAT_VERSION:
                 raise InvalidOption(f"its format version is not {FORMAT_VERSION}")
@@ -372,11 +372,11 @@ class Place:
 
     def __init__(self, name: str | Path) -> None:
         """Raises InvalidOption for a URL that cannot be opened here."""
-        self.name, self._there = str(name), None
+        self.name, self._remote = str(name), None
         self.folder = files.local_path(name)
         if files.is_url(name):
             try:
-                self._there, self._root = url_to_fs(self.name)
+                self._remote, self._root = url_to_fs(self.name)
             except Exception as error:  # of any package that fsspec uses
                 raise InvalidOption(f"cannot open {name}: {first_line(error)}") from error
             self._mirror = TemporaryDirectory(prefix="selfspec-features-")
@@ -384,45 +384,45 @@ class Place:
 
     def pull(self, path: Path) -> Path:
         """The local path of a file; a URL's file is fetched first, if it exists."""
-        if self._there is not None and not path.exists():
-            with self._told(InvalidData, "read"), suppress(FileNotFoundError):
-                self._there.get_file(self._url(path), str(path))
+        if self._remote is not None and not path.exists():
+            with self._explain_errors(InvalidData, "read"), suppress(FileNotFoundError):
+                self._remote.get_file(self._url(path), str(path))
         return path
 
     @contextmanager
-    def opened(self, path: Path) -> Iterator[Any]:
+    def open_shard(self, path: Path) -> Iterator[Any]:
         """Open a shard. Raises InvalidData."""
         problem, hint = f"{self.name}/{path.name} is damaged", "Run selfspec cache again"
-        hint = hint if self._there is None else "Remove it there, then run selfspec cache again"
-        with explained(problem, hint), safe_open(self.pull(path), "pt") as file:
+        hint = hint if self._remote is None else "Remove it there, then run selfspec cache again"
+        with explain_errors(problem, hint), safe_open(self.pull(path), "pt") as file:
             yield file
 
     def push(self, path: Path) -> None:
         """Upload a whole file to a URL, then remove the local one. Raises CannotWrite."""
-        if self._there is not None:
-            with self._told(CannotWrite, "write"):
-                self._there.makedirs(self._root, exist_ok=True)
-                self._there.put_file(str(path), self._url(path))
+        if self._remote is not None:
+            with self._explain_errors(CannotWrite, "write"):
+                self._remote.makedirs(self._root, exist_ok=True)
+                self._remote.put_file(str(path), self._url(path))
             path.unlink()
 
     def holds(self, path: Path, sha: str) -> bool:
         """Whether a shard is complete; of a URL's, only whether it exists."""
-        if self._there is None:
+        if self._remote is None:
             return bool(sha) and path.exists() and sha256(path) == sha
-        with self._told(InvalidData, "read"):
-            return bool(sha) and bool(self._there.exists(self._url(path)))
+        with self._explain_errors(InvalidData, "read"):
+            return bool(sha) and bool(self._remote.exists(self._url(path)))
 
     def _url(self, path: Path) -> str:
         return f"{self._root}/{path.name}"
 
     @contextmanager
-    def _told(self, kind: type[SelfspecError], what: str) -> Iterator[None]:
+    def _explain_errors(self, kind: type[SelfspecError], action: str) -> Iterator[None]:
         try:
             yield
         except SelfspecError:
             raise
         except Exception as error:  # of any package
-            raise kind(f"cannot {what} {self.name}: {first_line(error)}") from error
+            raise kind(f"cannot {action} {self.name}: {first_line(error)}") from error
 
 
 def check_output(name: str, reads: Iterable[object] = ()) -> Path:
@@ -444,25 +444,25 @@ _IDENTITY = ("base_model", "base_fingerprint", "spec", "dtype", "digest", "shard
 
 
 def write(
-    where: str | Path,
+    location: str | Path,
     source: StreamSource,
     manifest: Manifest,
     progress: Callable[[int, bool], object] = lambda *_: None,
-    computed: Callable[[Iterable[list[Conversation]]], Iterator[Features]] | None = None,
+    compute: Callable[[Iterable[list[Conversation]]], Iterator[Features]] | None = None,
 ) -> None:
     """Write a cache to a folder or URL; continues a killed run of the same `manifest`.
 
     `progress` is called with positions, and with whether this run computed or found them.
-    `computed` yields the features of batches in order, if other processes compute them. Raises
+    `compute` yields the features of batches in order, if other processes compute them. Raises
     InvalidOption for a folder of other features, CannotWrite.
     """
-    place = Place(where)
+    place = Place(location)
     folder = place.folder
     hashes = [*manifest.sha256]
     if place.pull(folder / MANIFEST).exists():
         old = Manifest.read(place)
         stored, expected = ({n: getattr(m, n) for n in _IDENTITY} for m in (old, manifest))
-        require_same(where, stored, expected, "remove the folder")
+        require_same(location, stored, expected, "remove the folder")
         hashes = old.sha256
     shards = list(zip(manifest.paths(folder), manifest.shards, strict=True))
     missing: list[int] = []
@@ -474,13 +474,13 @@ def write(
             missing.append(number)
     indices = [index for number in missing for index in manifest.shards[number]]
     plan = (source.plan[index] for index in indices)
-    stream = computed(plan) if computed else map(source.batch, indices)
+    stream = compute(plan) if compute else map(source.batch, indices)
 
-    def note() -> None:
+    def save_manifest() -> None:
         replace(manifest, sha256=hashes).write(folder)
         place.push(folder / MANIFEST)
 
-    note()
+    save_manifest()
     for number in missing:
         path, batches = shards[number]
         tensors: dict[str, Tensor] = {}
@@ -492,36 +492,36 @@ def write(
             save_file(tensors, new)
         hashes[number] = sha256(path)
         place.push(path)
-        note()
+        save_manifest()
 
 
 class CacheSource:
     """Reads batches from a cache folder, or from a URL, whose shards are copied here once."""
 
-    def __init__(self, where: str | Path, backbone: Backbone) -> None:
+    def __init__(self, location: str | Path, backbone: Backbone) -> None:
         """Check and open a cache; a launcher's processes share the hashing. Raises InvalidData."""
-        self._place, process = Place(where), launched()
+        self._place, process = Place(location), process_state()
         self.manifest = record = Manifest.read(self._place)
         if not all(record.sha256):
-            raise InvalidData(f"{where} is unfinished. Run the selfspec cache command again")
+            raise InvalidData(f"{location} is unfinished. Run the selfspec cache command again")
         if backbone.fingerprint != record.base_fingerprint:
             raise InvalidData(
-                f"{where} holds features of {record.base_model} ({record.base_fingerprint[:12]}), "
-                f"but this is another model ({backbone.fingerprint[:12]})"
+                f"{location} holds features of {record.base_model} ({record.base_fingerprint[:12]})"
+                f", but this is another model ({backbone.fingerprint[:12]})"
             )
         self.spec, self.digest = record.spec, record.digest
         self.conversations, self.answers = record.conversations, record.answers
         self.sizes: list[int] = []  # positions in each batch
-        self._places: list[Path] = []
+        self._paths: list[Path] = []
         paths = record.paths(self._place.folder)
         for shard, (path, batches) in enumerate(zip(paths, record.shards, strict=True)):
-            with self._place.opened(path) as file:
+            with self._place.open_shard(path) as file:
                 assigned = shard % process.num_processes == process.process_index
                 if assigned and sha256(path) != record.sha256[shard]:
                     raise InvalidData("its bytes have changed since it was written")
                 shapes = [file.get_slice(f"{n}.following").get_shape() for n in batches]
             self.sizes += [math.prod(shape) for shape in shapes]
-            self._places += [path] * len(batches)
+            self._paths += [path] * len(batches)
 
     def batch(self, index: int, number: int = 0, count: int = 1) -> Features:
         tensors = self._read(index, self.spec.names)
@@ -539,8 +539,8 @@ class CacheSource:
         return counts
 
     def _read(self, index: int, names: set[str]) -> dict[str, Tensor]:
-        path, prefix = self._places[index], f"{index}."
-        with self._place.opened(path) as file:
+        path, prefix = self._paths[index], f"{index}."
+        with self._place.open_shard(path) as file:
             stored = {n.removeprefix(prefix) for n in file.keys() if n.startswith(prefix)}  # noqa: SIM118  # no dict
             if stored != self.spec.names:
                 raise InvalidData(f"its tensors are not those of {self.spec}")

@@ -42,8 +42,8 @@ from selfspec.heads.heads import ExitHead
 from selfspec.hub.models import fast_bfloat16
 from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, MEDUSA_FITTED
-from selfspec.training.features import CacheSource, Features, FeatureSpec, Selection, launched
-from selfspec.training.options import CacheOptions, FitOptions, explained, plain
+from selfspec.training.features import CacheSource, Features, FeatureSpec, Selection, process_state
+from selfspec.training.options import CacheOptions, FitOptions, explain_errors, options_dict
 
 Show = Callable[[int, int, str], None]  # called with steps done, steps in all, and words
 
@@ -94,7 +94,7 @@ class _Course:
     positions: int = 0  # positions of this epoch so far
     entries: list[dict[str, Any]] = field(default_factory=list)  # one per closed epoch and layer
 
-    def best(self, layer: int) -> dict[str, Any]:
+    def best_entry(self, layer: int) -> dict[str, Any]:
         entries = (entry for entry in self.entries if entry["layer"] == layer)
         return max(entries, key=lambda entry: float(entry["agreement"]))
 
@@ -103,15 +103,15 @@ def fit(
     job: Job,
     progress: Show = lambda *_: None,
     watch: Stopwatch | None = None,
-    left: Callable[[], float] = lambda: math.inf,
+    left_s: Callable[[], float] = lambda: math.inf,
 ) -> Fitted:
     """Fit heads for all exit layers at once; continues a killed fit of the same job.
 
-    `left`: gives the seconds left, for a fit in one process. If they are too few for all batches,
+    `left_s`: gives the seconds left, for a fit in one process. If they are too few for all batches,
     the learning rate falls faster and the fit ends with it, before it has seen them all. Raises
     InvalidOption for another job's checkpoint or layers, InvalidData for an empty text.
     """
-    return Trainer(job, watch or Stopwatch(), left).run(progress)
+    return Trainer(job, watch or Stopwatch(), left_s).run(progress)
 
 
 def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> FeatureSpec:
@@ -126,7 +126,7 @@ def feature_spec(backbone: Backbone, options: FitOptions, *, measured: bool) -> 
     )
 
 
-def options_to_go_on(options: FitOptions, start: ExitHeads) -> FitOptions:
+def continued_options(options: FitOptions, start: ExitHeads) -> FitOptions:
     """The options to continue the fit of `start` with. Raises InvalidOption if that cannot be."""
     if isinstance(start, AttendingHeads) and "embed_tokens" in start.parts:
         raise InvalidOption(
@@ -240,7 +240,7 @@ def unroll(
     reads a state one position earlier. Other heads have the first draft only.
     """
     if isinstance(heads, AttendingHeads):
-        yield from _attended(heads, batch, steps)
+        yield from _unroll_attending(heads, batch, steps)
         return
     valid = torch.ones_like(batch.continues)
     if heads.looks_ahead and batch.deep is not None:
@@ -256,7 +256,7 @@ def unroll(
         deep, valid = features.roll(1, dims=0), batch.continues & valid.roll(1)
 
 
-def _attended(
+def _unroll_attending(
     heads: AttendingHeads, batch: Features, steps: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The same for all texts of a batch at once; rows attend as they will when they draft.
@@ -302,7 +302,7 @@ def _attended(
 
 
 @torch.no_grad()
-def judged(
+def judge_drafts(
     heads: ExitHeads, layer: int, batch: Features, drafts: int = 1
 ) -> list[tuple[Tensor, Tensor]]:
     """Draft logits [N, V_draft] at answers, and [N] bool: whether the best is the model's own.
@@ -318,9 +318,9 @@ def judged(
     return pairs
 
 
-def _summed(sums: Tensor) -> Tensor:
+def _global_sums(sums: Tensor) -> Tensor:
     """The sums over all processes."""
-    if (processes := launched()).num_processes > 1:
+    if (processes := process_state()).num_processes > 1:
         sums = sums.to(processes.device)
         distributed.all_reduce(sums)
     return sums
@@ -328,7 +328,7 @@ def _summed(sums: Tensor) -> Tensor:
 
 def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agreement]:
     """Agreement by exit layer over the full vocabulary, on the batches of all processes."""
-    counts = _summed(count_right(heads, batches, 2)).tolist()
+    counts = _global_sums(count_right(heads, batches, 2)).tolist()
     return {
         layer: Agreement(first, right / first, right_later / later if later else None)
         for layer, ((first, right), (later, right_later)) in zip(
@@ -343,8 +343,8 @@ def count_right(heads: ExitHeads, batches: Iterable[Features], drafts: int) -> T
     counts = torch.zeros(len(layers), drafts, 2, dtype=torch.int64)
     for batch in batches:
         for place, layer in enumerate(layers):
-            for draft, (_, right) in enumerate(judged(heads, layer, batch, drafts)):
-                counts[place, draft] += _counted(right)
+            for draft, (_, right) in enumerate(judge_drafts(heads, layer, batch, drafts)):
+                counts[place, draft] += _count_true(right)
     return counts
 
 
@@ -353,12 +353,12 @@ def coverage(heads: ExitHeads, batches: Iterable[Features]) -> float:
     ids = heads.first.draft_ids
     if ids is None:
         return 1.0
-    counts = [_counted(torch.isin(batch.top_ids[batch.answers, 0], ids)) for batch in batches]
-    positions, hits = _summed(torch.zeros(2, dtype=torch.int64) + sum(counts)).tolist()
+    counts = [_count_true(torch.isin(batch.top_ids[batch.answers, 0], ids)) for batch in batches]
+    positions, hits = _global_sums(torch.zeros(2, dtype=torch.int64) + sum(counts)).tolist()
     return float(hits / positions)
 
 
-def _counted(right: Tensor) -> Tensor:
+def _count_true(right: Tensor) -> Tensor:
     """[N] bool -> [2]: N, and how many are true."""
     return torch.tensor([len(right), int(right.sum())])
 
@@ -375,12 +375,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Trainer:
     """A running fit: heads, their optimiser and its schedule, and the progress."""
 
-    def __init__(self, job: Job, watch: Stopwatch, left: Callable[[], float]) -> None:
+    def __init__(self, job: Job, watch: Stopwatch, left_s: Callable[[], float]) -> None:
         train, test = job.train.positions, job.validation.answers
         if not (train and test):
             raise InvalidData(f"{train} tokens to fit, {test} answer tokens to validate. Give more")
-        self._job, self._options, self._watch, self._left = job, job.options, watch, left
-        self._part = launched().process_index, launched().num_processes
+        self._job, self._options, self._watch, self._left_s = job, job.options, watch, left_s
+        self._part = process_state().process_index, process_state().num_processes
         self._steps_per_epoch = math.ceil(len(job.train.indices) / job.options.accumulate)
         self._steps = self._steps_per_epoch * job.options.epochs
         self._answer_weights = answer_weights(job.train, job.options.answer_share)
@@ -404,7 +404,7 @@ class Trainer:
                 state[name] = nn.functional.pad(state[name], (0, missing))
             heads.load_state_dict(state)
         self.heads = heads.float()
-        self._index = draft_index(draft_ids, backbone.vocab_size).to(device)
+        self._draft_index = draft_index(draft_ids, backbone.vocab_size).to(device)
         parameters = [p for p in self.heads.parameters() if p.requires_grad]
         matrices, norms = ([p for p in parameters if (p.dim() >= 2) is m] for m in (True, False))
         decays = ((matrices, job.options.weight_decay), (norms, 0.0))
@@ -442,7 +442,7 @@ class Trainer:
                 self._watch.lap("heads")
                 step_s = (time.perf_counter() - start) / (course.step - first_step)
                 rest = self._steps - course.schedule  # if time is short, a step counts more
-                course.schedule += min(rest, max(1.0, rest * step_s / max(step_s, self._left())))
+                course.schedule += min(rest, max(1.0, rest * step_s / max(step_s, self._left_s())))
                 mean = sum(losses.values()) / len(losses)
                 message = f"epoch {epoch + 1}  loss {mean:.3f}{agreement}"
                 progress(round(course.schedule), self._steps, message)
@@ -452,7 +452,7 @@ class Trainer:
                     self._save()
             self._validate(epoch)
             self._save()
-        return self._fitted()
+        return self._results()
 
     def step(self, number: float, batches: Sequence[Features], positions: int) -> dict[int, float]:
         """Do a step at place `number` of the schedule, from 0, on this process's `batches`.
@@ -462,18 +462,18 @@ class Trainer:
         """
         totals = dict.fromkeys(self._layers, 0.0)
         weighting = self._options.ce_share, self._answer_weights
-        labels = [targets(batch, self._index, *weighting) for batch in batches]
+        labels = [targets(batch, self._draft_index, *weighting) for batch in batches]
         handles = []
         for layer in totals:
             for batch, (ids, weights) in zip(batches, labels, strict=True):
                 totals[layer] += self._backward(layer, batch, ids, weights, positions)
-            if launched().num_processes > 1:  # summed while the next layer is computed
+            if process_state().num_processes > 1:  # summed while the next layer is computed
                 handles += [
                     distributed.all_reduce(parameter.grad, async_op=True)
                     for parameter in self.heads.part(layer).parameters()
                     if parameter.grad is not None
                 ]
-        losses = _summed(torch.tensor([*totals.values()], dtype=torch.float64))
+        losses = _global_sums(torch.tensor([*totals.values()], dtype=torch.float64))
         totals = dict(zip(totals, losses.tolist(), strict=True))
         for handle in handles:
             handle.wait()
@@ -504,7 +504,7 @@ class Trainer:
         deep = None if batch.deep is None else batch.deep.float()
         batch = replace(batch, hidden=floats, deep=deep)
         with self._autocast():
-            drafts = list(unroll(self.heads, layer, batch, self._options.ahead))
+            drafts = list(unroll(self.heads, layer, batch, self._options.tokens_ahead))
         weight, first, gradients = 1.0 / positions, 0.0, []
         for features, valid in drafts:
             leaf, losses = features.detach().requires_grad_(), []
@@ -553,28 +553,28 @@ class Trainer:
             loss = course.sums[str(layer)] / course.positions
             entry = {"epoch": epoch + 1, "layer": layer, "train_loss": loss, **agreement._asdict()}
             course.entries.append(entry)
-            if course.best(layer) is entry:
+            if course.best_entry(layer) is entry:
                 self._best.part(layer).load_state_dict(heads.part(layer).state_dict())
         course.sums, course.positions = dict.fromkeys(course.sums, 0.0), 0
         self._watch.lap("validation")
 
-    def _fitted(self) -> Fitted:
+    def _results(self) -> Fitted:
         course, job = self._course, self._job
         metrics = {
-            "layers": {str(layer): course.best(layer) for layer in self._layers},
+            "layers": {str(layer): course.best_entry(layer) for layer in self._layers},
             "coverage": coverage(self._best, job.validation.batches(*self._part)),
             "train_answer_tokens": job.train.answers,
             "train_positions": job.train.positions,
             "steps": course.step,
-            "processes": launched().num_processes,
+            "processes": process_state().num_processes,
             "seconds": {part: round(seconds, 1) for part, seconds in self._watch.seconds.items()},
         }
-        self._best.config = replace(self._best.config, training=_record(job, course.step))
+        self._best.config = replace(self._best.config, training=_training_record(job, course.step))
         return Fitted(heads=self._best, metrics=metrics, epochs=course.entries)
 
     def _save(self) -> None:
         job = self._job
-        if job.checkpoint is not None and launched().is_main_process:
+        if job.checkpoint is not None and process_state().is_main_process:
             record = {"job": _description(job), "course": asdict(self._course)}
             save_checkpoint(job.checkpoint, self._tensors(), record)
 
@@ -585,7 +585,7 @@ class Trainer:
         saved, record = load_checkpoint(path)
         require_same(path, record["job"], _description(job), "--overwrite")
         current = self._tensors()
-        with _explained(path):
+        with _explain_errors(path):
             self._course = record_of(_Course, record.get("course"))
             if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in current.items()}:
                 raise InvalidData("its tensors have other names or shapes")
@@ -608,7 +608,7 @@ class Trainer:
 def _description(job: Job) -> dict[str, Any]:
     """What must be unchanged to continue a checkpoint, ready for JSON."""
     return {
-        **plain(job.options),
+        **options_dict(job.options),
         "model": job.backbone.fingerprint,
         "dtype": str(job.backbone.dtype).removeprefix("torch."),
         "data": job.train.description(),
@@ -665,7 +665,7 @@ def _config(job: Job, draft_ids: Tensor | None) -> HeadsConfig:
         "exit_layers": exit_layers(backbone, options),
         "head_type": options.head_type,
         "draft_vocab_size": full_size if draft_ids is None else len(draft_ids),
-        "num_heads": options.ahead if medusa else None,
+        "num_heads": options.tokens_ahead if medusa else None,
     }
     if not attends:
         return HeadsConfig(inner_size=options.inner_size, **common)
@@ -678,7 +678,7 @@ def _config(job: Job, draft_ids: Tensor | None) -> HeadsConfig:
     )
 
 
-def _record(job: Job, steps: int) -> dict[str, Any]:
+def _training_record(job: Job, steps: int) -> dict[str, Any]:
     options = job.options
     history = {} if job.start is None else {"before": job.start.config.training}
     return history | {
@@ -711,12 +711,12 @@ def save_checkpoint(path: Path, tensors: dict[str, Tensor], record: dict[str, An
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and record. Raises InvalidData if damaged."""
-    with _explained(path), safe_open(path, "pt") as file:
+    with _explain_errors(path), safe_open(path, "pt") as file:
         record = parse_json((file.metadata() or {}).get(_MARK, ""), "its record")
         if not isinstance(record, dict) or not isinstance(record.get("job"), dict):
             raise InvalidData("its record names no job")
         return {name: file.get_tensor(name) for name in file.keys()}, record  # noqa: SIM118  # no dict
 
 
-def _explained(path: Path) -> AbstractContextManager[None]:
-    return explained(f"{path} is no checkpoint", "Remove it to start over")
+def _explain_errors(path: Path) -> AbstractContextManager[None]:
+    return explain_errors(f"{path} is no checkpoint", "Remove it to start over")

@@ -173,7 +173,7 @@ class FitOptions:
                 raise InvalidOption(f"{name} means nothing to {self.head_type} heads. Leave it out")
 
     @property
-    def ahead(self) -> int:
+    def tokens_ahead(self) -> int:
         return self.draft_steps or (3 if self.head_type == MEDUSA else 2)
 
     @property
@@ -181,7 +181,7 @@ class FitOptions:
         return self.step_decay or (0.8 if self.head_type == MEDUSA else 1.0)
 
 
-def plain(options: Any) -> dict[str, Any]:
+def options_dict(options: Any) -> dict[str, Any]:
     """Options by name, ready for JSON and YAML: tuples become lists."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
 
@@ -201,9 +201,9 @@ def seconds_of(budget: str) -> float:
 
 
 @contextmanager
-def explained(what: str, way_out: str) -> Iterator[None]:
-    """Turn errors of reading a file into InvalidData: `what` is wrong, the reason, `way_out`."""
+def explain_errors(problem: str, way_out: str) -> Iterator[None]:
+    """Turn errors of reading a file into InvalidData: `problem` is wrong, the reason, `way_out`."""
     try:
         yield
     except _WRONG as error:
-        raise InvalidData(f"{what}: {' '.join(str(error).split())}. {way_out}") from error
+        raise InvalidData(f"{problem}: {' '.join(str(error).split())}. {way_out}") from error

@@ -102,7 +102,7 @@ class Row:
     values: dict[str, str]
     rng: random.Random = field(repr=False)  # for random choices while the row is written
     language: str = "en"  # the language of {passage}
-    article: bool = False  # {passage} is to be an article of the same batch
+    reads_article: bool = False  # {passage} is to be an article of the same batch
 
     def text(self, turn: str | None) -> str | None:
         """One of the user's turns, with its values filled in."""
@@ -147,7 +147,7 @@ class Passages:
         self.languages = {name for name, starts in self._starts.items() if starts}
         self.digest = digest.hexdigest()[:16]
 
-    def drawn(self, language: str, number: int, seed: str, characters: int) -> str:
+    def draw(self, language: str, number: int, seed: str, characters: int) -> str:
         """The `number`-th passage: paragraphs of at least `characters`, if the file has as many."""
         starts = self._starts[language]
         paragraphs, first = starts[deal(len(starts), number, f"{seed} {language}")]
@@ -166,19 +166,19 @@ class Prompts:
         recipe: Recipe,
         passages: Passages,
         seed: int,
-        own: Sequence[tuple[str, ...]] = (),
+        questions: Sequence[tuple[str, ...]] = (),
         *,
         invents: bool = True,
         raw: bool = False,
     ) -> None:
-        """`own`: a user's prompts, each the turns of a conversation; every one is asked once.
+        """`questions`: a user's prompts, each the turns of a conversation; every one is asked once.
 
         Leaves out families whose passages have no text, and, unless the model `invents` user turns,
         those that need such turns; `left_out` names them. `raw`: the model continues openings, and
         only the first turn of a conversation is used.
         """
         self._recipe, self._passages, self._seed = recipe, passages, seed
-        self._own, self._raw = own, raw
+        self._questions, self._raw = questions, raw
         usable = [
             family
             for family in recipe.families
@@ -188,13 +188,13 @@ class Prompts:
         self.left_out = [f.name for f in recipe.families if f not in usable]
         if not usable:
             raise InvalidData("no family of the recipe can be used. Give --passages")
-        if own:
+        if questions:
             weight = sum(family.weight for family in usable) * _OWN_SHARE / (1.0 - _OWN_SHARE)
             usable.append(Family(name=OWN, weight=weight, ask=(("",),)))
-        self._cycle = _interleaved(usable)
+        self._cycle = _interleave(usable)
         self._counts = Counter(family.name for family, _ in self._cycle)
-        self._looked_at = 0  # rows, of which no model writes these first turns; and where first
-        self._asked: dict[bytes, int] = {}
+        self._checked_rows = 0  # rows, of which no model writes these first turns; and where first
+        self._first_rows: dict[bytes, int] = {}
 
     def row(self, number: int) -> Row | None:
         """Row `number`, from 0; None if it is for own prompts and all of these were asked."""
@@ -203,10 +203,10 @@ class Prompts:
         turn = cycle * self._counts[family.name] + rank  # the family's turn-th row
         rng = random.Random(f"{self._seed} {number}")
         if family.name == OWN:
-            if turn >= len(self._own):
+            if turn >= len(self._questions):
                 return None
             # the prompt is a value: its braces are no placeholders
-            turns = {f"turn{index}": text for index, text in enumerate(self._own[turn])}
+            turns = {f"turn{index}": text for index, text in enumerate(self._questions[turn])}
             return Row(family, number, tuple(f"{{{name}}}" for name in turns), turns, rng)
         seed = f"{self._seed} {family.name}"
         row = Row(family, number, family.ask[deal(len(family.ask), turn, seed)], {}, rng)
@@ -220,19 +220,19 @@ class Prompts:
             row.language = usable[deal(len(usable), turn, f"{seed} language")]
             row.values["language"] = self._recipe.languages.get(row.language, "English")
             written = row.rng.random() < self._recipe.written_share
-            row.article = row.language == "en" and (written or "en" not in languages)
+            row.reads_article = row.language == "en" and (written or "en" not in languages)
         return row
 
     def is_repeat(self, row: Row) -> bool:
         """Whether a row with a lower number asks the same, as far as known without a model."""
-        for number in range(self._looked_at, row.number + 1):
-            if (digest := self._known(self.row(number))) is not None:
-                self._asked.setdefault(digest, number)
-        self._looked_at = max(self._looked_at, row.number + 1)
-        digest = self._known(row)
-        return digest is not None and self._asked[digest] < row.number
+        for number in range(self._checked_rows, row.number + 1):
+            if (digest := self._turn_key(self.row(number))) is not None:
+                self._first_rows.setdefault(digest, number)
+        self._checked_rows = max(self._checked_rows, row.number + 1)
+        digest = self._turn_key(row)
+        return digest is not None and self._first_rows[digest] < row.number
 
-    def _known(self, row: Row | None) -> bytes | None:
+    def _turn_key(self, row: Row | None) -> bytes | None:
         """The `key` of a row's first turn; None if it depends on a model or a passage."""
         if row is None:
             return None
@@ -244,7 +244,7 @@ class Prompts:
     def passages_of(self, row: Row, sizes: Sequence[int]) -> list[str]:
         """Passages from the folder, each long enough for its size in tokens if the file is."""
         places = enumerate(sizes, start=row.number * _MOST_PARTS)  # no two rows take the same
-        draw, seed = self._passages.drawn, str(self._seed)
+        draw, seed = self._passages.draw, str(self._seed)
         return [draw(row.language, place, seed, 8 * size) for place, size in places]
 
     def _has_text(self, family: Family) -> bool:
@@ -271,7 +271,7 @@ def _deck(count: int, seed: str) -> list[int]:
     return cards
 
 
-def _interleaved(families: Sequence[Family]) -> list[tuple[Family, int]]:
+def _interleave(families: Sequence[Family]) -> list[tuple[Family, int]]:
     """A cycle of families with their shares, evenly spread, and each row's rank in its family."""
     total = sum(family.weight for family in families)
     places: list[tuple[float, int, int]] = []

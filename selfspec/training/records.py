@@ -30,7 +30,7 @@ from selfspec.hub import models as hub
 from selfspec.model.backbone import Backbone
 from selfspec.options import FITTED, Costs, Exit, Ngram, NoDrafts
 from selfspec.training.features import LOGIT_ROWS, Features, FeatureSpec, Selection, StreamSource
-from selfspec.training.fit import Fitted, coverage, judged
+from selfspec.training.fit import Fitted, coverage, judge_drafts
 from selfspec.training.text import Conversation
 
 
@@ -108,7 +108,7 @@ def card_of(folder: Path, licence: str | None = None, heads: str = "HEADS") -> s
         raise InvalidData(f"the records make no card: {type(error).__name__} {error}") from error
 
 
-def for_others(folder: Path, name: str, licence: str | None = None) -> dict[str, str | bytes]:
+def hub_files(folder: Path, name: str, licence: str | None = None) -> dict[str, str | bytes]:
     """The files that `fit` and `calibrate` wrote, for the hub, with file names instead of paths.
 
     Adds the files with which transformers runs them by `name`. Raises InvalidData, InvalidHeads.
@@ -179,16 +179,16 @@ def score(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, tuple[Scor
     for batch in batches:
         for layer, (first, later) in scores.items():
             drafts = []
-            for logits, right in judged(heads, layer, batch, drafts=2):
+            for logits, right in judge_drafts(heads, layer, batch, drafts=2):
                 confidence = torch.stack([top_probability(logits, each) for each in TEMPERATURES])
                 drafts.append(Scores(confidence.cpu(), right.cpu()))
             first.append(drafts[0])
             later.append(drafts[-1])
 
-    def joined(parts: list[Scores]) -> Scores:
+    def join(parts: list[Scores]) -> Scores:
         return Scores(*(torch.cat(tensors, -1) for tensors in zip(*parts, strict=True)))
 
-    return {layer: (joined(first), joined(later)) for layer, (first, later) in scores.items()}
+    return {layer: (join(first), join(later)) for layer, (first, later) in scores.items()}
 
 
 def reliability(first: Scores, second: Scores | None = None) -> Reliability:
@@ -223,7 +223,7 @@ class Setting:
     speed_up: float  # over plain decoding on the same runtime
 
 
-def exits(drafts: Sequence[tuple[Tensor, Tensor]], thresholds: Sequence[float]) -> ExitOdds:
+def odds(drafts: Sequence[tuple[Tensor, Tensor]], thresholds: Sequence[float]) -> ExitOdds:
     """Exit statistics over N positions; `drafts`: confidence and right [N] by rising layer."""
     waiting, shares, correct = torch.ones_like(drafts[0][1]), list[float](), 0
     for (confidence, right), tau in zip(drafts, thresholds, strict=True):
@@ -255,11 +255,11 @@ class Calibration:
         pays = any(row < 1.0 for row in self.costs.rows or (USUAL_COST,))
         return Ngram.kind if pays else NoDrafts.kind
 
-    def defaults(self, before: SpeculationOptions) -> SpeculationOptions:
-        """The heads' default options: `before` with the calibrated drafter and exit settings."""
+    def defaults(self, options: SpeculationOptions) -> SpeculationOptions:
+        """The heads' default options: `options` with the calibrated drafter and exit settings."""
         setting = self.setting
         if self.drafter != FITTED:
-            return replace(before, exit=Exit(), drafter=self.drafter)
+            return replace(options, exit=Exit(), drafter=self.drafter)
         exit_options = Exit(
             layers=setting.exit_layers,
             threshold=setting.exit_threshold,
@@ -267,8 +267,8 @@ class Calibration:
             max_tokens=setting.max_draft_tokens,
             guesses=_GUESSES if setting.exit_layers == (0,) else 1,
         )
-        drafter = before.drafter if before.uses(Exit.kind) else FITTED
-        return replace(before, exit=exit_options, drafter=drafter)
+        drafter = options.drafter if options.uses(Exit.kind) else FITTED
+        return replace(options, exit=exit_options, drafter=drafter)
 
 
 def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int = 2) -> Calibration:
@@ -293,7 +293,7 @@ def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int 
         for count in range(1, most_layers + 1):
             for layers in itertools.combinations(sorted(candidates), count):
                 for taus in itertools.product(*(candidates[layer] for layer in layers)):
-                    first, later = (exits([drafts[i][n] for i in layers], taus) for n in (0, 1))
+                    first, later = (odds([drafts[i][n] for i in layers], taus) for n in (0, 1))
                     for width in range(1, _LONGEST + 1):
                         rate, gain = expected_gain(cost, layers, first, later, width)
                         yield Setting(layers, taus, width, rate, gain)
@@ -310,16 +310,16 @@ def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int 
 
 
 def write_calibration(
-    heads: ExitHeads, folder: Path, found: Calibration, run: dict[str, Any]
+    heads: ExitHeads, folder: Path, calibration: Calibration, run: dict[str, Any]
 ) -> None:
     """Write temperatures and defaults to the heads' config, a record, and a new card."""
     options = SpeculationOptions().updated(heads.config.defaults)
     heads.config = replace(
         heads.config,
-        temperatures={str(k): entry.temperature for k, entry in found.layers.items()},
-        defaults=found.defaults(options).differing(),
+        temperatures={str(k): entry.temperature for k, entry in calibration.layers.items()},
+        defaults=calibration.defaults(options).differing(),
     )
-    record = json.dumps({"run": run, **found.record()}, indent=2) + "\n"
+    record = json.dumps({"run": run, **calibration.record()}, indent=2) + "\n"
     files.write(folder / CALIBRATION, record)
     heads.config.write(folder)
     if (folder / "metrics.json").is_file():
@@ -331,7 +331,7 @@ def write_calibration(
 SHARE = 0.05  # p, the share of high-entropy steps (EASD section 3.6)
 
 
-def measured_entropy(
+def measure_entropy(
     backbone: Backbone,
     conversations: Sequence[Conversation],
     batch_tokens: int,

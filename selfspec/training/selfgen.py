@@ -99,7 +99,7 @@ def write(
         yield counts
 
 
-def here(propose: Callable[[Any], Proposal]) -> Submit:
+def local_submit(propose: Callable[[Any], Proposal]) -> Submit:
     """Propose batches in this process, when their result is asked for."""
     return lambda batch: partial(propose, batch)
 
@@ -122,8 +122,8 @@ class Turns:
 
     tokenizer: PreTrainedTokenizerBase
     system: str | None
-    before: str  # in front of the first user turn, system message included
-    asked: str  # from the end of a user turn to the start of its answer
+    prefix: str  # in front of the first user turn, system message included
+    suffix: str  # from the end of a user turn to the start of its answer
     raw: bool = False  # no turns: the model continues a text
 
     @classmethod
@@ -136,7 +136,7 @@ class Turns:
                 "selfspec fit --data FILE"
             )
         turns = cls(tokenizer, system, "", "")
-        return cls(tokenizer, system, *_around(turns._written(_FIRST), _FIRST))
+        return cls(tokenizer, system, *_split_at(turns._render(_FIRST), _FIRST))
 
     def messages(self) -> list[Message]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -145,20 +145,20 @@ class Turns:
         """Ids up to where the answer to the first question starts."""
         if self.raw:  # with the tokens that the tokenizer puts first, as in `generate --raw`
             return list(self.tokenizer(question)["input_ids"])
-        return self.ids(self.before + question + self.asked)
+        return self.ids(self.prefix + question + self.suffix)
 
-    def next_prompt(self, said: list[int], question: str | None) -> list[int]:
-        """Ids `said`, then `question` up to its answer; None: up to the user's first word."""
-        suffix = _around(self._written(_FIRST, _ANSWER, _SECOND), _ANSWER)[1]
-        between = _around(suffix, _SECOND)[0]
-        new = self.ids(between if question is None else between + question + self.asked)
-        if said[-1:] and said[-1] in new[:2]:  # the model wrote the end token, with no blank before
-            new = new[new.index(said[-1]) + 1 :]
-        return said + new
+    def next_prompt(self, past: list[int], question: str | None) -> list[int]:
+        """Ids `past`, then `question` up to its answer; None: up to the user's first word."""
+        suffix = _split_at(self._render(_FIRST, _ANSWER, _SECOND), _ANSWER)[1]
+        between = _split_at(suffix, _SECOND)[0]
+        new = self.ids(between if question is None else between + question + self.suffix)
+        if past[-1:] and past[-1] in new[:2]:  # the model wrote the end token, with no blank before
+            new = new[new.index(past[-1]) + 1 :]
+        return past + new
 
     def question_ends(self) -> frozenset[int]:
         """Tokens that end a user's turn: the template's, and all special ones."""
-        ends = self.tokenizer.added_tokens_decoder.keys() & self.ids(self.asked)[:1]
+        ends = self.tokenizer.added_tokens_decoder.keys() & self.ids(self.suffix)[:1]
         return frozenset(special_ids(self.tokenizer) | ends)
 
     def ids(self, text: str) -> list[int]:
@@ -168,7 +168,7 @@ class Turns:
     def question(self, header: list[int], new: list[int]) -> str | None:
         """The user turn that ids `new` add to a header; None if it does not end."""
         text = self.continuation(header, new)
-        sign = self.asked.strip().split("\n")[0]
+        sign = self.suffix.strip().split("\n")[0]
         if sign and sign in text:
             return text.partition(sign)[0]
         return text if new[-1] in self.question_ends() else None
@@ -183,14 +183,14 @@ class Turns:
             self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
-    def _written(self, *turns: str) -> str:
+    def _render(self, *turns: str) -> str:
         """Turns of user and assistant through the template, up to the next answer."""
         pairs = zip(("user", "assistant", "user"), turns, strict=False)
         messages = [*self.messages(), *({"role": role, "content": text} for role, text in pairs)]
         return apply_template(self.tokenizer, messages, add_generation_prompt=True)
 
 
-def _around(text: str, sign: str) -> tuple[str, str]:
+def _split_at(text: str, sign: str) -> tuple[str, str]:
     if text.count(sign) != 1:
         raise InvalidData(f"the chat template shows a turn {text.count(sign)} times, expected once")
     prefix, suffix = text.split(sign)
@@ -228,7 +228,7 @@ class Ask(NamedTuple):
 
     prompt: list[int]
     max_new_tokens: int
-    ends: frozenset[int]
+    end_tokens: frozenset[int]
     seed: int  # fixes a sampled text
     temperature: float | None = None  # None: greedy
     top_k: int = 0  # sample from this many likeliest tokens; 0: all
@@ -239,14 +239,14 @@ class Ask(NamedTuple):
 class _EndOrLoop(StopRule):
     """Also ends a text when an n-gram occurs for the third time."""
 
-    seen: Counter[tuple[int, ...]] = field(default_factory=Counter)  # n-grams of the answer
+    ngram_counts: Counter[tuple[int, ...]] = field(default_factory=Counter)  # n-grams of the answer
     prompt: int
 
     def reason(self, state: DecodeState, token: int) -> StopReason | None:
         if state.length - self.prompt >= LOOP_NGRAM:
             newest = tuple(state.committed(-LOOP_NGRAM))
-            self.seen[newest] += 1
-            if self.seen[newest] == 3:
+            self.ngram_counts[newest] += 1
+            if self.ngram_counts[newest] == 3:
                 return "stop"
         return super().reason(state, token)
 
@@ -254,11 +254,11 @@ class _EndOrLoop(StopRule):
 class Texts:
     """Texts that one model writes as a batch. Prompt lookup drafts where that pays."""
 
-    def __init__(self, backbone: Backbone, watch: Callable[[int], None]) -> None:
-        """`watch` is called with counts of new tokens."""
-        self._backbone, self._watch = backbone, watch
+    def __init__(self, backbone: Backbone, count: Callable[[int], None]) -> None:
+        """`count` is called with counts of new tokens."""
+        self._backbone, self._count = backbone, count
         self._engine = Engine(Runtime(backbone, None, None))
-        self._written: dict[Hashable, list[int]] = {}
+        self._new_ids: dict[Hashable, list[int]] = {}
 
     def add(self, ask: Ask) -> Hashable:
         """Begin a text; returns the key with which `step` returns the text's ids."""
@@ -271,12 +271,12 @@ class Texts:
                 sampler.processors.append(TopKLogitsWarper(ask.top_k))
             sampler = replace(sampler, do_sample=True).seeded(ask.seed, device)
         end = length + ask.max_new_tokens
-        stop = _EndOrLoop(max_length=end, end_tokens=ask.ends, prompt=length)
+        stop = _EndOrLoop(max_length=end, end_tokens=ask.end_tokens, prompt=length)
         request = SequenceRequest(
             ids=torch.tensor([ask.prompt], device=device), sampler=sampler, stop=stop
         )
         sequence = self._engine.add(request, SpeculationOptions(drafter="ngram"))
-        self._written[sequence] = []
+        self._new_ids[sequence] = []
         return sequence
 
     def step(self) -> list[tuple[Hashable, list[int]]]:
@@ -284,41 +284,41 @@ class Texts:
         ended: list[tuple[Hashable, list[int]]] = []
         for sequence in self._engine.step():
             tokens = [token for entry in sequence.take() for token in entry.tokens]
-            self._written[sequence] += tokens
-            self._watch(len(tokens))
+            self._new_ids[sequence] += tokens
+            self._count(len(tokens))
             if sequence.ended:
-                ended.append((sequence, self._written.pop(sequence)))
+                ended.append((sequence, self._new_ids.pop(sequence)))
         return ended
 
 
 class Server:
     """Texts that an OpenAI-compatible server writes; OPENAI_API_KEY is sent if set."""
 
-    def __init__(self, url: str, turns: Turns, seed: int, watch: Callable[[int], None]) -> None:
+    def __init__(self, url: str, turns: Turns, seed: int, count: Callable[[int], None]) -> None:
         """Raises SelfspecError if the server does not name its model."""
         import httpx
 
-        self._turns, self._seed, self._watch = turns, seed, watch
+        self._turns, self._seed, self._count = turns, seed, count
         self._url = f"{url.rstrip('/').removesuffix('/v1')}/v1"
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(headers=headers, timeout=600.0, trust_env=False)
         self._failures = httpx.HTTPError, httpx.InvalidURL
-        self._model = self._said("models", None, lambda answer: answer["data"][0]["id"])
-        self._end = turn_end(turns.tokenizer).token or turns.tokenizer.eos_token_id
+        self._model = self._request("models", None, lambda answer: answer["data"][0]["id"])
+        self._end_token = turn_end(turns.tokenizer).token or turns.tokenizer.eos_token_id
         self._pool = ThreadPoolExecutor(MOST_TEXTS)
-        self._open: set[Future[list[int]]] = set()
+        self._pending: set[Future[list[int]]] = set()
 
     def add(self, ask: Ask) -> Hashable:
-        future = self._pool.submit(self._answered, ask)
-        self._open.add(future)
+        future = self._pool.submit(self._answer, ask)
+        self._pending.add(future)
         return future
 
     def step(self) -> list[tuple[Hashable, list[int]]]:
-        done, self._open = wait(self._open, return_when=FIRST_COMPLETED)
+        done, self._pending = wait(self._pending, return_when=FIRST_COMPLETED)
         return [(future, future.result()) for future in done]
 
-    def _answered(self, ask: Ask) -> list[int]:
+    def _answer(self, ask: Ask) -> list[int]:
         body = {
             "model": self._model,
             "messages": ask.messages,
@@ -327,18 +327,18 @@ class Server:
             "seed": self._seed,
         }
 
-        def first(answer: Any) -> tuple[str, Any]:
+        def first_choice(answer: Any) -> tuple[str, Any]:
             choice = answer["choices"][0]
             content = str(choice["message"]["content"] or "").encode()  # refuses half a character
             return content.decode(), choice.get("finish_reason")
 
-        text, reason = self._said("chat/completions", body, first)
+        text, reason = self._request("chat/completions", body, first_choice)
         ids = self._turns.ids(text)[: ask.max_new_tokens]
-        self._watch(len(ids))
-        ended = reason != "length" and self._end is not None
-        return [*ids, int(self._end)] if ended else ids
+        self._count(len(ids))
+        ended = reason != "length" and self._end_token is not None
+        return [*ids, int(self._end_token)] if ended else ids
 
-    def _said(self, path: str, body: dict[str, Any] | None, select: Callable[[Any], Any]) -> Any:
+    def _request(self, path: str, body: dict[str, Any] | None, select: Callable[[Any], Any]) -> Any:
         """The part of the server's answer that `select` returns. Raises SelfspecError."""
         try:
             method = "GET" if body is None else "POST"
@@ -373,7 +373,7 @@ class Talk:
     def __post_init__(self) -> None:
         self.prompt, self.messages = self.turns.first_prompt(self.question), self.turns.messages()
 
-    def asked(self) -> str:
+    def user_text(self) -> str:
         """All user turns that are known beforehand."""
         return "\n".join([self.question, *(text or "" for text in self.pending)])
 
@@ -411,14 +411,14 @@ class Author:
         backbone: Backbone,
         tokenizer: PreTrainedTokenizerBase,
         options: DataOptions,
-        watch: Callable[[int], None],
+        count: Callable[[int], None],
         endpoint: str | None = None,
     ) -> None:
-        """`watch` is called with counts of new tokens. A server at `endpoint` may answer instead.
+        """`count` is called with counts of new tokens. A server at `endpoint` may answer instead.
 
         Raises InvalidData without a chat template, InvalidOption if answers leave prompts no room.
         """
-        self.options, self.backbone, self._watch = options, backbone, watch
+        self.options, self.backbone, self._count = options, backbone, count
         raw_turns = Turns(tokenizer, None, "", "", raw=True)  # no template: a base model continues
         self.turns = raw_turns if options.raw else Turns.of(tokenizer, options.system)
         self.invents = endpoint is None  # a server writes no user turns
@@ -429,20 +429,20 @@ class Author:
                 f"max_new_tokens is {options.max_new_tokens}: that leaves under {_LEAST_ROOM} of "
                 f"the model's {backbone.max_positions} positions for a prompt"
             )
-        self._ends = end_ids(backbone.model, self.turns.tokenizer)
+        self._end_tokens = end_ids(backbone.model, self.turns.tokenizer)
         self._question_ends = self.turns.question_ends()
-        self._server = Server(endpoint, self.turns, options.seed, watch) if endpoint else None
+        self._server = Server(endpoint, self.turns, options.seed, count) if endpoint else None
 
     def prompts(
-        self, recipe: Recipe, passages: Passages, own: Sequence[tuple[str, ...]] = ()
+        self, recipe: Recipe, passages: Passages, questions: Sequence[tuple[str, ...]] = ()
     ) -> Prompts:
-        """Those rows of a recipe and of a user's `own` questions that this author can write."""
+        """Those rows of a recipe and of a user's `questions` that this author can write."""
         raw, seed = self.options.raw, self.options.seed
-        return Prompts(recipe, passages, seed, own, invents=self.invents and not raw, raw=raw)
+        return Prompts(recipe, passages, seed, questions, invents=self.invents and not raw, raw=raw)
 
     def write(self, scripts: Iterable[Script[Record | None]]) -> list[Record]:
         """Run scripts, many texts at a time; returns their records in order."""
-        texts, running = self._server or Texts(self.backbone, self._watch), dict[Hashable, Any]()
+        texts, running = self._server or Texts(self.backbone, self._count), dict[Hashable, Any]()
         ready = deque((place, script, None) for place, script in enumerate(scripts))
         records: dict[int, Record | None] = {}
         while ready or running:
@@ -486,7 +486,7 @@ class Author:
             ids = yield Ask(
                 talk.prompt,
                 options.max_new_tokens,
-                self._ends,
+                self._end_tokens,
                 talk.rng.getrandbits(62),
                 options.temperature if talk.sampled else None,
                 messages=(*talk.messages, question),
@@ -499,7 +499,7 @@ class Author:
             talk.ids = talk.prompt + answer
             talk.answers.append((len(talk.prompt), len(talk.ids)))
             talk.loops += len(answer) < len(ids)
-            if answer[-1] not in self._ends or not talk.pending:
+            if answer[-1] not in self._end_tokens or not talk.pending:
                 break
             turn = talk.pending.pop(0)
             if turn is None:
@@ -527,19 +527,19 @@ class Written:
         rows = [row for number in numbers if (row := self._prompts.row(number)) is not None]
         makers, counts = self._prompts.article_families, Counts()
         articles: dict[int, str | None] = {
-            row.number: None for row in rows if row.family.name in makers and not row.article
+            row.number: None for row in rows if row.family.name in makers and not row.reads_article
         }
-        return self._author.write(self._written(row, articles, counts) for row in rows), counts
+        return self._author.write(self._write_row(row, articles, counts) for row in rows), counts
 
-    def _written(
+    def _write_row(
         self, row: Row, articles: dict[int, str | None], counts: Counts
     ) -> Script[Record | None]:
         """Write a row's record; a row that reads `articles` waits while one of them is None."""
         try:
-            while row.article and None in articles.values():
+            while row.reads_article and None in articles.values():
                 yield None
             texts = [text for _, text in sorted(articles.items()) if text]
-            talk = yield from self._begun(row, texts if row.article else [])
+            talk = yield from self._begin_talk(row, texts if row.reads_article else [])
             if isinstance(talk, str):
                 counts.add(row.family.name, talk)
                 return None
@@ -547,22 +547,22 @@ class Written:
                 return talk.record()
             record = yield from self._author.converse(talk, counts)
             if record is not None and row.number in articles:
-                articles[row.number] = "\n".join(_said(record, "assistant"))
+                articles[row.number] = "\n".join(_turn_texts(record, "assistant"))
             return record
         finally:
             if row.number in articles:
                 articles[row.number] = articles[row.number] or ""
 
-    def _begun(self, row: Row, articles: list[str]) -> Script[Talk | str]:
+    def _begin_talk(self, row: Row, articles: list[str]) -> Script[Talk | str]:
         """Begin a row's conversation with its first user turn, or say why not, as in DROPPED."""
         options = self._author.options
         if self._prompts.is_repeat(row):
             return "duplicates"
-        if row.article and not articles:
+        if row.reads_article and not articles:
             return "empty"
         if row.family.passage is not None:
             row.values["passage"] = self._passage(row, row.family.passage, articles)
-        if not (yield from self._invented(row)):
+        if not (yield from self._invent_turn(row)):
             return "unfinished"
         first, *later = (row.text(turn) for turn in row.turns)
         talk = Talk(
@@ -577,11 +577,11 @@ class Written:
             return "empty"
         if len(talk.prompt) > self._author.room:
             return "too_long"
-        if _holds(self._excluded, talk.asked()):
+        if _holds(self._excluded, talk.user_text()):
             return "excluded"
         return talk
 
-    def _invented(self, row: Row) -> Script[bool]:
+    def _invent_turn(self, row: Row) -> Script[bool]:
         """Let the model write its part of the first turn; returns whether that is usable."""
         author, family, begin = self._author, row.family, None
         if family.continues and not author.options.raw:
@@ -591,7 +591,7 @@ class Written:
             opening = f"{row.values['passage']}\n\nQuestion: {begin}"
         else:
             return True
-        header = author.turns.ids(author.turns.before + opening)
+        header = author.turns.ids(author.turns.prefix + opening)
         text = (yield from author.ask(header, row.rng)) or ""
         if begin is not None:
             line = text.strip("\n").split("\n")[0]
@@ -627,16 +627,16 @@ class Admission:
     """Decides which rows of a recipe the file takes: those with a new question and answer."""
 
     def __init__(
-        self, options: DataOptions, written: Iterable[Record] = (), excluded: Set[int] = frozenset()
+        self, options: DataOptions, records: Iterable[Record] = (), excluded: Set[int] = frozenset()
     ) -> None:
-        """`written`: the records so far. Rows with one of the `excluded` n-grams are dropped."""
+        """`records`: the records so far. Rows with one of the `excluded` n-grams are dropped."""
         self._options, self._excluded = options, excluded
-        self._asked: set[bytes] = set()
-        self._said: set[int] = set()
-        self._idle = 0
-        for record in written:
-            self._asked.add(key(_said(record, "user")[0]))
-            self._said |= _sample(record)
+        self._questions: set[bytes] = set()
+        self._ngrams: set[int] = set()
+        self._idle_batches = 0
+        for record in records:
+            self._questions.add(key(_turn_texts(record, "user")[0]))
+            self._ngrams |= _ngram_sample(record)
 
     def batch(self, index: int, missing: int) -> range:
         """The numbers of a batch's rows, if `missing` answer tokens are still to be written."""
@@ -644,11 +644,11 @@ class Admission:
         rows = min(self._options.batch_size, max(_FEWEST_TALKS, missing // _TALK_TOKENS))
         return range(first, first + rows)
 
-    def admit(self, index: int, proposed: list[Record], counts: Counts) -> list[Record]:  # noqa: ARG002  # in order
+    def admit(self, index: int, records: list[Record], counts: Counts) -> list[Record]:  # noqa: ARG002  # in order
         """The rows to keep. Raises InvalidOption if several batches had no usable row."""
-        rows = [row for row in proposed if self._is_new(row, counts)]
-        self._idle = 0 if rows else self._idle + 1
-        if self._idle == _PATIENCE:
+        rows = [row for row in records if self._is_new(row, counts)]
+        self._idle_batches = 0 if rows else self._idle_batches + 1
+        if self._idle_batches == _PATIENCE:
             raise InvalidOption(
                 f"no row of {_PATIENCE} batches could be used; in all: {counts.dropped()}. Give "
                 "prompts of your own with --questions; a base model wants --raw"
@@ -657,18 +657,18 @@ class Admission:
 
     def _is_new(self, record: Record, counts: Counts) -> bool:
         """Whether question and answer are new. Dropped rows are not remembered, as in a new run."""
-        question, sample, reason = key(_said(record, "user")[0]), _sample(record), ""
-        if _holds(self._excluded, "\n".join(_said(record))):
+        question, sample, reason = key(_turn_texts(record, "user")[0]), _ngram_sample(record), ""
+        if _holds(self._excluded, "\n".join(_turn_texts(record))):
             reason = "excluded"
-        elif question in self._asked:
+        elif question in self._questions:
             reason = "duplicates"
-        elif len(sample) >= _FEWEST_NGRAMS and len(sample & self._said) >= _ALIKE * len(sample):
+        elif len(sample) >= _FEWEST_NGRAMS and len(sample & self._ngrams) >= _ALIKE * len(sample):
             reason = "alike"
         if reason:
             counts.add(record["family"], reason)
             return False
-        self._asked.add(question)
-        self._said |= sample
+        self._questions.add(question)
+        self._ngrams |= sample
         return True
 
 
@@ -689,12 +689,12 @@ def _holds(excluded: Set[int], text: str) -> bool:
     return bool(excluded) and not excluded.isdisjoint(ngrams(text))
 
 
-def _sample(record: Record) -> set[int]:
+def _ngram_sample(record: Record) -> set[int]:
     """A fixed half of an answer's n-grams, to save memory: millions are kept."""
-    return {number for number in ngrams("\n".join(_said(record, "assistant"))) if number % 2}
+    return {number for number in ngrams("\n".join(_turn_texts(record, "assistant"))) if number % 2}
 
 
-def _said(record: Record, *roles: str) -> list[str]:
+def _turn_texts(record: Record, *roles: str) -> list[str]:
     """Texts of a record's turns, of all or some roles; prompt and completion count as turns."""
     plain = {"user": record.get("prompt"), "assistant": record.get("completion")}
     turns = [(turn["role"], turn["content"]) for turn in record.get("messages", ())]
@@ -706,38 +706,38 @@ class Given:
     """User turns of a file or data set, to be answered."""
 
     def __init__(
-        self, reader: Reader[Talk], done: int, options: DataOptions, excluded: Set[int]
+        self, reader: Reader[Talk], num_done: int, options: DataOptions, excluded: Set[int]
     ) -> None:
-        """`reader` parses with `talk_of`; `done` batches are already written."""
+        """`reader` parses with `talk_of`; `num_done` batches are already written."""
         self._reader, self._options, self._excluded = reader, options, excluded
-        self._rows, self._read = iter(reader), done
-        talks = itertools.islice(self._rows, done * options.batch_size)
-        self._known = {key(talk.asked()) for talk in talks}
-        self._waiting: dict[int, tuple[list[Talk] | None, int, int]] = {}
+        self._rows, self._num_read = iter(reader), num_done
+        talks = itertools.islice(self._rows, num_done * options.batch_size)
+        self._questions = {key(talk.user_text()) for talk in talks}
+        self._batches: dict[int, tuple[list[Talk] | None, int, int]] = {}
 
     def batch(self, index: int, missing: int) -> list[Talk] | None:  # noqa: ARG002  # all of them
         """The next rows without duplicates, each drawn as greedy or sampled. None: no more."""
-        while self._read <= index:
-            rng = random.Random(batch_seed(self._options.seed, self._read))
+        while self._num_read <= index:
+            rng = random.Random(batch_seed(self._options.seed, self._num_read))
             talks, fresh = [*itertools.islice(self._rows, self._options.batch_size)], list[Talk]()
             for talk in talks:
-                if (question := key(talk.asked())) not in self._known:
-                    self._known.add(question)
+                if (question := key(talk.user_text())) not in self._questions:
+                    self._questions.add(question)
                     fresh.append(talk)
                     talk.sampled = rng.random() >= self._options.greedy_share
                     talk.rng = random.Random(rng.getrandbits(62))
             batch = fresh if talks else None
-            self._waiting[self._read] = batch, len(talks) - len(fresh), self._reader.skipped
-            self._read += 1
-        return self._waiting[index][0]
+            self._batches[self._num_read] = batch, len(talks) - len(fresh), self._reader.num_skipped
+            self._num_read += 1
+        return self._batches[index][0]
 
-    def admit(self, index: int, proposed: list[Record], counts: Counts) -> list[Record]:
+    def admit(self, index: int, records: list[Record], counts: Counts) -> list[Record]:
         """All rows but those with excluded n-grams."""
-        _, duplicates, skipped = self._waiting.pop(index)
-        rows = [row for row in proposed if not _holds(self._excluded, "\n".join(_said(row)))]
+        _, duplicates, skipped = self._batches.pop(index)
+        rows = [row for row in records if not _holds(self._excluded, "\n".join(_turn_texts(row)))]
         counts.add("", "duplicates", duplicates)
         counts.add("", "bad_rows", skipped - counts.total("bad_rows"))
-        counts.add("", "excluded", len(proposed) - len(rows))
+        counts.add("", "excluded", len(records) - len(rows))
         return rows
 
 

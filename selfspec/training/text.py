@@ -37,7 +37,7 @@ from selfspec.errors import (
 )
 from selfspec.files import local_path, open_bytes, read_json, read_text
 from selfspec.hub.models import HUB_ID
-from selfspec.training.options import explained
+from selfspec.training.options import explain_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +81,7 @@ class Reader(Generic[T]):
     parse: Callable[[dict[str, Any]], T]
     """Raises InvalidData or InvalidPrompt, with the reason alone, for an unusable row."""
     skip_bad_rows: bool | None = None  # None: the caller has no such option
-    skipped: int = 0
+    num_skipped: int = 0
     first_skipped: str = field(default="", init=False)
 
     def __iter__(self) -> Iterator[T]:
@@ -94,15 +94,15 @@ class Reader(Generic[T]):
                     advice = "" if self.skip_bad_rows is None else ". Skip them: --skip-bad-rows"
                     raise InvalidData(f"{self.source}, {place} {error}{advice}") from error
                 self.first_skipped = self.first_skipped or f"{place} {error}"
-                self.skipped += 1
+                self.num_skipped += 1
                 continue
             yield parsed
 
     def report(self) -> None:
         """Log how many rows were skipped, and why the first was."""
-        if self.skipped:
+        if self.num_skipped:
             message = "%s: skipped %d bad rows, the first: %s"
-            logger.warning(message, self.source, self.skipped, self.first_skipped)
+            logger.warning(message, self.source, self.num_skipped, self.first_skipped)
 
 
 def read_conversations(
@@ -120,7 +120,7 @@ def read_conversations(
     """
 
     def parse(record: dict[str, Any]) -> Conversation:
-        ids = (conversation := encoded(record, tokenizer)).ids
+        ids = (conversation := encode(record, tokenizer)).ids
         if len(ids) < 2:
             raise InvalidData(f"has {len(ids)} tokens, expected at least 2")
         if len(ids) > max_length:
@@ -162,7 +162,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def check_source(source: str | Path) -> None:
     """Raise InvalidData for a file that cannot be read."""
     if (path := _file_of(source)) is not None:
-        with _opened(path):
+        with _open(path):
             pass
 
 
@@ -184,7 +184,7 @@ def rows(source: str | Path) -> Iterator[tuple[str, Any]]:
     if path is None or path.suffix in _TABLES:
         yield from _data_set(str(source), path)
         return
-    with _opened(path) as file:
+    with _open(path) as file:
         if path.name.endswith((".json", ".json.gz")):  # one array, like ShareGPT, or lines
             begin = file.read(_MOST_LINE).lstrip(_BLANK)
             file.seek(0)
@@ -192,7 +192,7 @@ def rows(source: str | Path) -> Iterator[tuple[str, Any]]:
                 array = file.read(_MOST_ARRAY + 1)
                 if len(array) > _MOST_ARRAY:
                     raise InvalidData(f"{path} has over {_MOST_ARRAY} bytes. Give it as .jsonl")
-                for number, item in enumerate(_parsed(array, f"{path} "), start=1):
+                for number, item in enumerate(_parse_json(array, f"{path} "), start=1):
                     yield f"item {number}", item
                 return
         yield from _lines(path, file)
@@ -206,7 +206,7 @@ def _file_of(source: str | Path) -> Path | None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def _open(path: Path) -> Iterator[IO[bytes]]:
     """Open a file, unpacked. Raises InvalidData, also later if the file proves damaged."""
     try:
         with open_bytes(path) as file:
@@ -233,7 +233,7 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
             yield f"line {number}", line
 
 
-def _parsed(content: bytes, label: str = "") -> Any:
+def _parse_json(content: bytes, label: str = "") -> Any:
     try:
         return json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -265,7 +265,7 @@ def _record(row: Any) -> dict[str, Any]:
     if isinstance(row, bytes):
         if len(row) > _MOST_LINE:
             raise InvalidData(f"has more than {_MOST_LINE} bytes")
-        row = _parsed(row)
+        row = _parse_json(row)
     if not isinstance(row, dict):
         raise InvalidData(f"holds {hint_name(type(row))}, expected an object")
     return row
@@ -274,7 +274,7 @@ def _record(row: Any) -> dict[str, Any]:
 # --- records
 
 
-def encoded(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Conversation:
+def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Conversation:
     """The ids and answers of a record. Raises InvalidData with the reason."""
     if "input_ids" in record:
         return _from_ids(record)
@@ -378,16 +378,16 @@ def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) 
             f"{advice(tokenizer.name_or_path)}; or give input_ids"
         )
 
-    def ids_of(count: int, *, asked: bool = False) -> list[int]:
+    def ids_of(count: int, *, add_prompt: bool = False) -> list[int]:
         if not count:
             raise InvalidData("begins with the assistant, expected a user's turn first")
-        text = apply_template(tokenizer, messages[:count], add_generation_prompt=asked)
+        text = apply_template(tokenizer, messages[:count], add_generation_prompt=add_prompt)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     answers, ids = [], ids_of(len(messages))
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            prompt, turn = ids_of(index, asked=True), ids_of(index + 1)
+            prompt, turn = ids_of(index, add_prompt=True), ids_of(index + 1)
             pairs = zip(turn, ids, strict=False)
             end = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
             # some templates end only the last turn
@@ -438,13 +438,13 @@ class Counts:
         counts[name] += count
 
     def add_row(self, record: Record) -> None:
-        talk, loops = encoded(record, None), record.get("loops", 0)
+        talk, loops = encode(record, None), record.get("loops", 0)
         values = (1, len(talk.ids), len(talk.answers), len(talk.answer_ids), loops)
         for name, value in zip(KEPT, values, strict=True):
             self.add(record.get("family", ""), name, value)
 
-    def merge(self, more: Counts) -> None:
-        for family, counts in more.families.items():
+    def merge(self, other: Counts) -> None:
+        for family, counts in other.families.items():
             for name, count in counts.items():
                 self.add(family, name, count)
 
@@ -497,10 +497,10 @@ class Writer:
     ) -> None:
         """Raises InvalidOption for other options, InvalidData or CannotWrite for others' files."""
         self.output = check_output(output)
-        self._record = _record_of(output)
+        self._record_path = _record_path(output)
         plain = json.loads(json.dumps(dict(options)))  # as JSON is read back: lists, no tuples
         self._run = _Run(options=plain, versions=dict(versions))
-        if self._record.exists():
+        if self._record_path.exists():
             self._resume()
 
     @property
@@ -542,14 +542,14 @@ class Writer:
         return gzip.compress(block, mtime=0) if packed else block  # gzip members may be joined
 
     def _save(self, run: _Run) -> None:
-        files.write(self._record, json.dumps(asdict(run), indent=1) + "\n")
+        files.write(self._record_path, json.dumps(asdict(run), indent=1) + "\n")
 
     def _resume(self) -> None:
         """Continue from the record, and cut off what a killed run wrote after it."""
-        problem = f"{self._record} is no record of this version of selfspec data"
-        with explained(problem, f"Delete it and {self.output.name} to start over"):
-            saved = record_of(_Run, read_json(self._record, _MOST_BYTES))
-        versions, way_out = self._run.versions, f"remove it and {self._record.name}"
+        problem = f"{self._record_path} is no record of this version of selfspec data"
+        with explain_errors(problem, f"Delete it and {self.output.name} to start over"):
+            saved = record_of(_Run, read_json(self._record_path, _MOST_BYTES))
+        versions, way_out = self._run.versions, f"remove it and {self._record_path.name}"
         require_same(self.output, saved.options, self._run.options, way_out)
         if changed := {k: v for k, v in versions.items() if saved.versions.get(k) != v}:
             logger.warning("%s was begun with other versions than %s", self.output, changed)
@@ -576,7 +576,7 @@ class Writer:
 
 def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
     """The path of a new file or of one that a Writer may continue. Raises CannotWrite."""
-    path, record = Path(output), _record_of(output)
+    path, record = Path(output), _record_path(output)
     files.refuse_inputs([path, record], reads)
     existing = [name for name in (path, record) if path.name and os.path.lexists(name)]
     if odd := [name for name in existing if name.is_symlink() or not name.is_file()]:
@@ -595,11 +595,11 @@ def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
 def template_of(output: str | Path) -> str | None:
     """The chat template that a Writer's file was written with, if not the model's own."""
     try:
-        template = read_json(_record_of(output))["options"]["chat_template"]
+        template = read_json(_record_path(output))["options"]["chat_template"]
     except (InvalidData, LookupError, TypeError, ValueError):
         return None
     return template if isinstance(template, str) else None
 
 
-def _record_of(output: str | Path) -> Path:
+def _record_path(output: str | Path) -> Path:
     return Path(f"{output}.run.json")

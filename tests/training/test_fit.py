@@ -139,9 +139,9 @@ def test_medusa_heads_learn_tokens_after_the_next_one(backbone: Backbone, talks:
     untaught = fitted(backbone, talks, epochs=20, step_decay=1e-9, **options).metrics["layers"]["0"]
     assert best["agreement"] > 0.5
     assert best["agreement_second"] > untaught["agreement_second"] + 0.1
-    options = {name: getattr(FitOptions(head_type="medusa"), name) for name in ("ahead", "decay")}
-    assert options == {"ahead": 3, "decay": 0.8}
-    assert (FitOptions().ahead, FitOptions().decay) == (2, 1.0)
+    options = {n: getattr(FitOptions(head_type="medusa"), n) for n in ("tokens_ahead", "decay")}
+    assert options == {"tokens_ahead": 3, "decay": 0.8}
+    assert (FitOptions().tokens_ahead, FitOptions().decay) == (2, 1.0)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -193,7 +193,7 @@ def test_fitted_heads_that_attend_are_read_back_from_disk(family: str, tmp_path:
 def test_a_fit_goes_on_from_heads(backbone: Backbone, talks: Talks, head_type: str) -> None:
     layers = LAYERS if head_type == "translator" else (0,)
     first = fitted(backbone, talks[:8], head_type=head_type, exit_layers=layers, epochs=1)
-    options = fitting.options_to_go_on(FitOptions(learning_rate=1e-9, epochs=1), first.heads)
+    options = fitting.continued_options(FitOptions(learning_rate=1e-9, epochs=1), first.heads)
     job = replace(make_job(backbone, talks), options=options, start=first.heads)
     text = selected(backbone, talks, options, BATCH_TOKENS)
     second = fitting.fit(replace(job, train=text, validation=text))
@@ -209,7 +209,7 @@ def test_heads_can_be_fitted_further_on_more_states(backbone: Backbone, talks: T
     learned = []
     for rate in (1e-9, 1e-2):
         new_options = FitOptions(learning_rate=rate, epochs=1, state_layers=(2, 5))
-        options = fitting.options_to_go_on(new_options, first)
+        options = fitting.continued_options(new_options, first)
         text = selected(backbone, talks, options, BATCH_TOKENS)
         job = replace(make_job(backbone, talks), options=options, start=first)
         learned.append(fitting.fit(replace(job, train=text, validation=text)).heads[0])
@@ -222,13 +222,13 @@ def test_heads_can_be_fitted_further_on_more_states(backbone: Backbone, talks: T
 
 def test_unsuitable_heads_to_start_from_are_refused(backbone: Backbone, talks: Talks) -> None:
     with pytest.raises(InvalidOption, match="llama has embeddings of its own"):
-        fitting.options_to_go_on(FitOptions(), read(HERE / "llama"))
+        fitting.continued_options(FitOptions(), read(HERE / "llama"))
     attending = fitted(backbone, talks[:8], head_type="eagle3", exit_layers=(0,), epochs=1).heads
     with pytest.raises(InvalidOption, match="the heads have their own"):
-        fitting.options_to_go_on(FitOptions(state_layers=(2,)), attending)
+        fitting.continued_options(FitOptions(state_layers=(2,)), attending)
     three = fitted(backbone, talks[:8], head_type="medusa", exit_layers=(0,), epochs=1).heads
     with pytest.raises(InvalidOption, match="draft_steps is 5, but start_from has 3 heads"):
-        fitting.options_to_go_on(FitOptions(draft_steps=5), three)
+        fitting.continued_options(FitOptions(draft_steps=5), three)
 
 
 def test_coverage_is_the_share_that_can_be_drafted(backbone: Backbone, talks: Talks) -> None:
@@ -347,7 +347,7 @@ def test_a_fit_with_little_time_still_ends_its_learning_rate_schedule(
     seconds, remaining = itertools.count(), itertools.chain((5, 4, 3, 2, 1), itertools.repeat(0))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
     schedule = noted(monkeypatch, fitting.Trainer, "_rate", lambda _, step: step)
-    result = fitting.fit(make_job(backbone, talks, epochs=4), left=lambda: float(next(remaining)))
+    result = fitting.fit(make_job(backbone, talks, epochs=4), left_s=lambda: float(next(remaining)))
     expected = [0, 2.4, 4.8, 7.2, 9.6]  # of 12 steps, a second each
     assert list(dict.fromkeys(schedule)) == pytest.approx(expected)  # two groups of parameters
     assert result.metrics["steps"] == result.heads.config.training["steps"] == 5

@@ -130,16 +130,16 @@ def test_a_users_prompts_are_asked_once_with_their_braces(tmp_path: Path) -> Non
 
 def test_passages_are_paragraphs_of_a_language(passages: Passages, tmp_path: Path) -> None:
     assert passages.languages == {"en", "de"}
-    texts = [passages.drawn("en", number, "", 1) for number in range(5)]
+    texts = [passages.draw("en", number, "", 1) for number in range(5)]
     assert sorted(texts) == ["Five.", "Four.", "One.", "Three.", "Two."]
-    assert {passages.drawn("en", n, "", 8) for n in range(5)} == {
+    assert {passages.draw("en", n, "", 8) for n in range(5)} == {
         "One.\n\nTwo.",
         "Two.\n\nThree.",
         "Three.",
         "Four.\n\nFive.",
         "Five.",
     }
-    assert passages.drawn("de", 3, "", 100) == "Sechs."
+    assert passages.draw("de", 3, "", 100) == "Sechs."
     (tmp_path / "passages" / "fr").mkdir()
     (tmp_path / "passages" / "fr" / "a.txt").write_text("\n")  # without a passage
     assert Passages(tmp_path / "passages", ("en", "fr")).languages == {"en"}

@@ -56,7 +56,7 @@ def test_the_fitted_temperature_makes_confidence_true() -> None:
 def test_exits_are_at_the_first_sure_layer() -> None:
     sure = [torch.tensor([0.9, 0.1, 0.1, 0.9]), torch.tensor([0.9, 0.9, 0.1, 0.1])]
     right = [torch.tensor([True, True, True, False]), torch.tensor([False, True, True, True])]
-    assert records.exits([*zip(sure, right, strict=True)], (0.5, 0.5)) == ExitOdds((0.5, 0.25), 0.5)
+    assert records.odds([*zip(sure, right, strict=True)], (0.5, 0.5)) == ExitOdds((0.5, 0.25), 0.5)
 
 
 def test_the_cost_model_predicts_a_simulated_scheduler() -> None:
@@ -160,7 +160,7 @@ def test_entropies_are_those_of_the_model_at_answers(backbone: Backbone, talks: 
     progress: list[tuple[int, int]] = []
     for count, highest, batch_tokens in ((12, 11, 64), (12, 11, 10_000), (1, 1, 64)):
         expected = torch.cat(entropies[:count])
-        entropy = records.measured_entropy(
+        entropy = records.measure_entropy(
             backbone, talks[:count], batch_tokens, lambda *step: progress.append(step)
         )
         # float32, other batches; largest difference measured: 2e-6, and rounded to 4 places

@@ -79,7 +79,7 @@ def test_rows_differ_and_every_one_is_counted(written: Lines) -> None:
     lines, counts = written
     assert len({key(line["messages"][0]["content"]) for line in lines}) == len(lines)
     assert counts.total("rows") == len(lines)
-    talks = [text.encoded(line, None) for line in lines]
+    talks = [text.encode(line, None) for line in lines]
     assert sum(len(talk.answer_ids) for talk in talks) == counts.total("answer_tokens") >= 300
     assert sum(len(talk.answers) for talk in talks) == counts.total("answers")
     assert sum(len(talk.ids) for talk in talks) == counts.total("tokens")
@@ -172,7 +172,7 @@ def test_longer_prompts_are_dropped_and_passages_cut_to_fit(tmp_path: Path) -> N
 def test_loops_are_cut_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     author = make_author(tokens=60, max_new_tokens=150, greedy_share=1.0)
     never = frozenset({len(WORDS)})  # no answer ends, so that most of them loop
-    monkeypatch.setattr(author, "_ends", never)
+    monkeypatch.setattr(author, "_end_tokens", never)
     one_turn = RECIPE.replace(', ["c {other}", null, "b"]', "")
     counts = invent(author, tmp_path / "a", one_turn)
     loops = 0
@@ -396,7 +396,7 @@ def test_end_tokens_come_from_model_and_tokenizer(tokenizer: PreTrainedTokenizer
 def test_a_user_turn_ends_where_a_template_without_end_tokens_begins_the_answer() -> None:
     tokenizer = templates.with_template(byte_level_bpe(), templates.read("vicuna"))
     turns = selfgen.Turns.of(tokenizer)
-    header = turns.ids(turns.before)
+    header = turns.ids(turns.prefix)
     ids = turns.ids("What is a cat? ASSISTANT: It is")
     assert turns.question(header, ids) == "What is a cat? "
     assert turns.question(header, turns.ids("What is a cat?")) is None

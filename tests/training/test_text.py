@@ -61,7 +61,7 @@ def numbers(path: Path, **options: Any) -> list[Any]:
 def test_formats_are_equivalent(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Every assistant turn is an answer, up to its end token."""
     assert text.messages_of(record) == TALK
-    ids, answers = text.encoded(record, tokenizer)
+    ids, answers = text.encode(record, tokenizer)
     texts = [[WORDS[token] for token in ids[first:end]] for first, end in answers]
     assert texts == [["b", "<end>"], ["a", "a", "<end>"]]
     encoding: Any = tokenizer.apply_chat_template(TALK, return_dict=True)
@@ -81,7 +81,7 @@ def test_templates_may_end_turns_in_any_way(turns: str, answers: list[str]) -> N
         "{% for m in messages %}" + turns + "{% endfor %}"
         "{% if add_generation_prompt %}assistant {% endif %}"
     ).replace("{% if loop.last %}", "{% if loop.last and not add_generation_prompt %}")
-    ids, spans = text.encoded({"messages": TALK}, tokenizer)
+    ids, spans = text.encode({"messages": TALK}, tokenizer)
     assert [" ".join(WORDS[token] for token in ids[first:end]) for first, end in spans] == answers
 
 
@@ -96,7 +96,7 @@ def test_templates_may_end_turns_in_any_way(turns: str, answers: list[str]) -> N
 def test_ids_and_text_set_the_learned_tokens(
     record: Any, ids: Any, answers: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    assert text.encoded(record, tokenizer) == (ids, answers)
+    assert text.encode(record, tokenizer) == (ids, answers)
 
 
 BAD: dict[str, list[Any]] = {
@@ -154,17 +154,17 @@ def test_a_bad_row_is_named_with_line_and_reason(tmp_path: Path, row: Any, reaso
 @pytest.mark.parametrize("record", [{"text": "a b"}, {"messages": TALK}])
 def test_text_and_messages_need_a_tokenizer(record: dict[str, Any]) -> None:
     with pytest.raises(InvalidData, match="Give input_ids"):
-        text.encoded(record, None)
+        text.encode(record, None)
 
 
 def test_a_templates_refusal_is_the_reason() -> None:
     picky = make_tokenizer()
     picky.chat_template = "{{ raise_exception('no system here') }}"
     with pytest.raises(InvalidPrompt, match="does not take these messages: no system here"):
-        text.encoded({"messages": TALK}, picky)
+        text.encode({"messages": TALK}, picky)
     picky.chat_template = None
     with pytest.raises(InvalidData, match="Give --chat-template"):
-        text.encoded({"messages": TALK}, picky)
+        text.encode({"messages": TALK}, picky)
 
 
 # --- sources
