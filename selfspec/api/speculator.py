@@ -663,7 +663,7 @@ def custom_generate(
     key = (source, hub_options, fingerprint.of_folder(folder))
     if (speculator := _cached_speculator(model, key)) is None:
         if heads is None and not folder.is_dir():
-            folder = hub.heads_on_hub(source, **hub_options)
+            folder = hub.fetch_heads(source, **hub_options)
         # another object with the model's state: holding it does not keep the model object alive
         alias: PreTrainedModel = object.__new__(type(model))
         object.__setattr__(alias, "__dict__", vars(model))

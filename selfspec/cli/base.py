@@ -515,7 +515,7 @@ def check_template(args: Given, command: str = "generate") -> None:
         refuse(args, {"system", "chat_template"}, "and --raw at once. Leave one of them out")
     elif "chat_template" in args:
         read_template(args["chat_template"])
-    if raw or name is None or "chat_template" in args or hub.brings_template(name):
+    if raw or name is None or "chat_template" in args or hub.has_template(name):
         return
     folders = [*hub.list_heads(), *known_folders()]
     if heads:

@@ -47,7 +47,7 @@ class GgufTensor(NamedTuple):
 
     shape: tuple[int, ...]  # as torch has it: the last dimension is a row
     kind: str  # ggml's name of its format: Q4_K, F32
-    first: int  # offset in the file, in bytes
+    offset: int  # offset in the file, in bytes
     nbytes: int
 
 
@@ -59,11 +59,11 @@ class GgufHeader(NamedTuple):
     scaling: Mapping[str, int | float | str | None]  # of rotations: type, factor, ..
 
     @property
-    def described(self) -> int:
+    def described_bytes(self) -> int:
         """How many of the file's first bytes hold everything but the weights."""
         rotations = [tensor for name, tensor in self.tensors.items() if name.startswith(_ROTATIONS)]
-        first = min(tensor.first for tensor in self.tensors.values())
-        return max([first, *(tensor.first + tensor.nbytes for tensor in rotations)])
+        first = min(tensor.offset for tensor in self.tensors.values())
+        return max([first, *(tensor.offset + tensor.nbytes for tensor in rotations)])
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -85,7 +85,7 @@ class _Header:
     """Reads a header step by step; raises InvalidData if the file ends or makes no sense."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._size, self._at = data, len(data), 0
+        self._data, self._size, self._offset = data, len(data), 0
         self._names: set[str] = set()
 
     def read(self) -> GgufHeader:
@@ -106,9 +106,9 @@ class _Header:
         entries = dict(self._tensor(alignment) for _ in range(tensor_count))
         architecture = str(fields.get("general.architecture"))
         _check_sizes(architecture, fields, [tensor.shape for tensor in entries.values()])
-        begin = -(-self._at // alignment) * alignment
-        tensors = {name: t._replace(first=begin + t.first) for name, t in entries.items()}
-        end = max(tensor.first + tensor.nbytes for tensor in tensors.values())
+        begin = -(-self._offset // alignment) * alignment
+        tensors = {name: t._replace(offset=begin + t.offset) for name, t in entries.items()}
+        end = max(tensor.offset + tensor.nbytes for tensor in tensors.values())
         if end > self._size:
             raise InvalidData(f"its tensors end at byte {end} of {self._size}")
         start = f"{architecture}.rope.scaling."
@@ -119,14 +119,14 @@ class _Header:
 
     def _pair(self) -> tuple[str, int | float | str | None]:
         key, (kind,) = self._name(), self._numbers("I")
-        begin = self._at
+        begin = self._offset
         self._skip_value(kind)
         if kind in _WHOLE:
-            return key, int.from_bytes(self._data[begin : self._at], "little")
+            return key, int.from_bytes(self._data[begin : self._offset], "little")
         if kind == _FLOAT:
-            return key, float(struct.unpack("<f", self._data[begin : self._at])[0])
+            return key, float(struct.unpack("<f", self._data[begin : self._offset])[0])
         if kind == _STRING and key.endswith((".architecture", ".alignment", ".scaling.type")):
-            return key, self._data[begin + 8 : self._at].decode("utf-8")
+            return key, self._data[begin + 8 : self._offset].decode("utf-8")
         return key, None
 
     def _skip_value(self, kind: int, depth: int = 0) -> None:
@@ -152,14 +152,14 @@ class _Header:
 
     def _skip_strings(self, count: int) -> None:
         """Skip `count` strings, ten times as fast as `_skip_value`: a vocabulary has 100,000."""
-        data, at, last = self._data, self._at, self._size - 8
+        data, at, last = self._data, self._offset, self._size - 8
         length_at = struct.Struct("<Q").unpack_from
         while count and at <= last:
             at += 8 + length_at(data, at)[0]
             count -= 1
         if count or at > self._size:
             raise InvalidData("it has a list of strings that does not end in the file")
-        self._at = at
+        self._offset = at
 
     def _tensor(self, alignment: int) -> tuple[str, GgufTensor]:
         """A tensor's name and description; its offset counts from the first tensor."""
@@ -190,16 +190,16 @@ class _Header:
         return struct.unpack(layout, self._take(struct.calcsize(layout)))
 
     def _take(self, count: int) -> bytes:
-        begin = self._at
+        begin = self._offset
         self._skip(count)
-        return self._data[begin : self._at]
+        return self._data[begin : self._offset]
 
     def _skip(self, count: int) -> None:
         self._require_room(count, 1, "bytes")
-        self._at += count
+        self._offset += count
 
     def _require_room(self, count: int, size: int, noun: str) -> None:
-        room = self._size - self._at
+        room = self._size - self._offset
         if count * size > room:
             raise InvalidData(f"it says that {count} {noun} follow, where {room} bytes are left")
 
@@ -234,7 +234,7 @@ _IN_PAIRS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 _LONGROPE = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 
 
-def why_not(header: GgufHeader, dtype: torch.dtype, device: torch.device | None) -> str | None:
+def refusal(header: GgufHeader, dtype: torch.dtype, device: torch.device | None) -> str | None:
     if header.architecture not in _FAMILIES:
         return f"{header.architecture} is not among {', '.join(_FAMILIES)}"
     if not any(tensor.kind in FORMATS for tensor in header.tensors.values()):
@@ -246,12 +246,12 @@ def why_not(header: GgufHeader, dtype: torch.dtype, device: torch.device | None)
 
 def check_scales(gguf: Path, header: GgufHeader) -> None:
     """Raise InvalidData for a block whose float16 scale is infinite, or no number."""
-    data = _mapped(gguf)
+    data = _map_file(gguf)
     for name, tensor in header.tensors.items():
         if tensor.kind not in FORMATS:
             continue
         layout = FORMATS[tensor.kind]
-        blocks = data[tensor.first : tensor.first + tensor.nbytes].view(-1, layout.nbytes)
+        blocks = data[tensor.offset : tensor.offset + tensor.nbytes].view(-1, layout.nbytes)
         exponents = blocks[:, [place + 1 for place in layout.scales]]
         if bool(((exponents & 0x7C) == 0x7C).any()):
             raise InvalidData(f"{name} has a scale that is not finite")
@@ -273,7 +273,7 @@ def add_scales(gguf: Path, header: GgufHeader, config: Path) -> None:
     fields: dict[str, Any] = json.loads(text)
     if fields.get("num_hidden_layers") == _27B.get(header.architecture, 0):  # files do not hold it
         fields["query_pre_attn_scalar"] = fields["hidden_size"] // fields["num_attention_heads"]
-    _scale_rotations(fields, header, _mapped(gguf))
+    _scale_rotations(fields, header, _map_file(gguf))
     if fields != json.loads(text):
         config.write_text(json.dumps(fields, indent=2))
         load_description(config.parent, f"{gguf} as GGUF")
@@ -289,7 +289,7 @@ def _scale_rotations(fields: dict[str, Any], header: GgufHeader, data: Tensor) -
     rope: dict[str, Any] = fields.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # other layers have no scaling
     if "rope_freqs.weight" in divisors:
-        rope |= _as_llama_3(divisors["rope_freqs.weight"], rope)
+        rope |= _llama_3_scaling(divisors["rope_freqs.weight"], rope)
     elif kind in ("linear", "yarn") and not divisors and _is_plain(scaling):
         rope |= {"rope_type": kind, "factor": factor}
         if context and kind == "yarn":
@@ -311,7 +311,7 @@ def _is_plain(scaling: Mapping[str, Any]) -> bool:
     return isinstance(factor, float) and 0 < factor < math.inf and scaling.keys() <= keys
 
 
-def _as_llama_3(divisors: Tensor, rope: Mapping[str, Any]) -> dict[str, Any]:
+def _llama_3_scaling(divisors: Tensor, rope: Mapping[str, Any]) -> dict[str, Any]:
     """Recover the scaling from `divisors` [size / 2] of frequencies, made by llama.cpp's converter.
 
     Raises InvalidData for divisors other than those of Llama 3.1 to 3.3.
@@ -334,7 +334,7 @@ def load(
     """The model in `gguf`, in evaluation mode. Raises InvalidData for a file that does not fit."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    data, formats = _mapped(gguf), dict[str, None]()  # formats that are de-quantised
+    data, formats = _map_file(gguf), dict[str, None]()  # formats that are de-quantised
     kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
     names = get_tensor_name_map(kinds[header.architecture], config.num_hidden_layers)
 
@@ -345,7 +345,7 @@ def load(
             return None
         if tensor.shape != shape:
             raise InvalidData(f"{gguf_name} is {list(tensor.shape)}, expected {list(shape)}")
-        blocks = data[tensor.first : tensor.first + tensor.nbytes]
+        blocks = data[tensor.offset : tensor.offset + tensor.nbytes]
         rows = _rows(gguf_name, shape[0], header.architecture, config)
         if tensor.kind in FORMATS and len(shape) == 2:
             return QuantisedWeight(blocks.view(shape[0], -1), FORMATS[tensor.kind], dtype, rows)
@@ -367,7 +367,7 @@ def _numbers(name: str, tensor: GgufTensor, data: Tensor) -> Tensor:
     """De-quantise a tensor of a file's `data` to float32."""
     from gguf import GGMLQuantizationType, dequantize
 
-    blocks = data[tensor.first : tensor.first + tensor.nbytes].numpy()
+    blocks = data[tensor.offset : tensor.offset + tensor.nbytes].numpy()
     try:
         values = dequantize(blocks, GGMLQuantizationType[tensor.kind])
     except NotImplementedError as error:
@@ -389,5 +389,5 @@ def _rows(name: str, count: int, architecture: str, config: PreTrainedConfig) ->
     return torch.arange(count).view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
 
-def _mapped(gguf: Path) -> Tensor:
+def _map_file(gguf: Path) -> Tensor:
     return torch.from_file(str(gguf), shared=False, size=gguf.stat().st_size, dtype=torch.uint8)

@@ -67,18 +67,18 @@ class Method(NamedTuple):
     """How a folder's weights are quantised."""
 
     bits: int
-    mark: str  # ends the name of a tensor that every quantised layer has
+    suffix: str  # ends the name of a tensor that every quantised layer has
     read: Callable[[Tensors, str, tuple[int, int]], Grouped]  # a layer's name, [out, in]
 
 
-def method_of(said: Mapping[str, Any]) -> Method:
+def method_of(config: Mapping[str, Any]) -> Method:
     """The method of a config's quantization_config. Raises ValueError if it is not read here."""
-    kind = said.get("quant_method")
-    methods = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}
+    kind = config.get("quant_method")
+    methods = {"gptq": _gptq_method, "awq": _awq_method, "compressed-tensors": _compressed_method}
     if not isinstance(kind, str) or kind not in methods:
         raise ValueError(f"{kind!r} is not among {', '.join(methods)}")
     try:
-        return methods[kind](said)
+        return methods[kind](config)
     except TypeError as error:  # values of other types than any method writes
         raise ValueError(f"its quantization_config is not one of {kind}") from error
 
@@ -100,7 +100,7 @@ def load(
 
     def weight(name: str, shape: tuple[int, ...]) -> Tensor | None:
         layer = name.removesuffix(".weight")
-        if len(shape) == 2 and f"{layer}{method.mark}" in tensors:
+        if len(shape) == 2 and f"{layer}{method.suffix}" in tensors:
             grouped = method.read(tensors, layer, (shape[0], shape[1]))
             _check(grouped, layer)
             quantised.append(layer)
@@ -133,7 +133,7 @@ def _known_bits(bits: object) -> int:
     return bits if isinstance(bits, int) and bits in _BITS else 0
 
 
-def _gptq(config: Mapping[str, Any]) -> Method:
+def _gptq_method(config: Mapping[str, Any]) -> Method:
     bits, form = _known_bits(config.get("bits")), config.get("checkpoint_format", "gptq")
     rules = config.get("dynamic") or {}
     skip = isinstance(rules, dict) and all(rule.startswith("-:") for rule in rules)  # whole layers
@@ -141,14 +141,14 @@ def _gptq(config: Mapping[str, Any]) -> Method:
         raise ValueError(
             f"GPTQ of {config.get('bits')} bits as {form}, or by layer, is not read here"
         )
-    read = partial(_read_gptq, bits=bits, added=int(form == "gptq"))
+    read = partial(_read_gptq, bits=bits, offset=int(form == "gptq"))
     return Method(bits, ".qweight", read)
 
 
 def _read_gptq(
-    tensors: Tensors, layer: str, shape: tuple[int, int], *, bits: int, added: int
+    tensors: Tensors, layer: str, shape: tuple[int, int], *, bits: int, offset: int
 ) -> Grouped:
-    """Words hold neighbouring inputs; `added`: what version 1 of the format takes off zeros."""
+    """Words hold neighbouring inputs; `offset`: what version 1 of the format takes off zeros."""
     out, inner = shape
     words = tensors.read(f"{layer}.qweight", (inner * bits // 32, out), torch.int32)
     scales = tensors.read(f"{layer}.scales", (None, out))
@@ -158,11 +158,11 @@ def _read_gptq(
     else:
         groups = _equal_groups(layer, inner, len(scales))
     ones = ((1 << 32) - 1) // ((1 << bits) - 1)  # added to whole words: a zero may have borrowed
-    zero_points = _unpacked(zeros + added * ones, bits).T.to(torch.int16)
-    return Grouped(_unpacked(words.T, bits), scales.T, zero_points, groups)
+    zero_points = _unpack(zeros + offset * ones, bits).T.to(torch.int16)
+    return Grouped(_unpack(words.T, bits), scales.T, zero_points, groups)
 
 
-def _awq(config: Mapping[str, Any]) -> Method:
+def _awq_method(config: Mapping[str, Any]) -> Method:
     bits, version = config.get("bits"), str(config.get("version", "gemm")).lower()
     if _known_bits(bits) != 4 or version != "gemm":
         raise ValueError(f"AWQ of {bits} bits as {version} is not read here")
@@ -175,14 +175,14 @@ def _read_awq(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped:
     scales = tensors.read(f"{layer}.scales", (None, out))
     zeros = tensors.read(f"{layer}.qzeros", (len(scales), out // 8), torch.int32)
     quants, zero_points = (
-        _unpacked(part, 4).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1).T
+        _unpack(part, 4).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1).T
         for part in (words, zeros)
     )
     groups = _equal_groups(layer, inner, len(scales))
     return Grouped(quants, scales.T, zero_points.to(torch.int16), groups)
 
 
-def _compressed(config: Mapping[str, Any]) -> Method:
+def _compressed_method(config: Mapping[str, Any]) -> Method:
     schemes = [_fields(scheme) for scheme in _fields(config.get("config_groups")).values()]
     weights = [_fields(scheme.get("weights")) for scheme in schemes]
     widths = {_known_bits(weight.get("num_bits")) for weight in weights}
@@ -213,8 +213,8 @@ def _read_packed(tensors: Tensors, layer: str, shape: tuple[int, int], *, bits: 
     zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.int16)
     if (name := f"{layer}.weight_zero_point") in tensors:
         packed = tensors.read(name, (-(-out * bits // 32), scales.shape[1]), torch.int32)
-        zeros = _unpacked(packed.T, bits)[:, :out].T.to(torch.int16)
-    return Grouped(_unpacked(words, bits)[:, :inner], scales, zeros, groups)
+        zeros = _unpack(packed.T, bits)[:, :out].T.to(torch.int16)
+    return Grouped(_unpack(words, bits)[:, :inner], scales, zeros, groups)
 
 
 def _read_bytes(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped:
@@ -222,14 +222,14 @@ def _read_bytes(tensors: Tensors, layer: str, shape: tuple[int, int]) -> Grouped
     scales, groups = _scales(tensors, layer, shape)
     zeros = torch.full(scales.shape, 128, dtype=torch.int16)
     if (name := f"{layer}.weight_zero_point") in tensors:
-        zeros = _of_outputs(tensors, name, shape[0], torch.int8).to(torch.int16) + 128
+        zeros = _per_output(tensors, name, shape[0], torch.int8).to(torch.int16) + 128
     return Grouped(signed.view(torch.uint8) ^ 128, scales, zeros, groups)
 
 
 def _scales(tensors: Tensors, layer: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Scales [out, groups], and the group of each input [in]."""
     out, inner = shape
-    scales = _of_outputs(tensors, f"{layer}.weight_scale", out)
+    scales = _per_output(tensors, f"{layer}.weight_scale", out)
     if (name := f"{layer}.weight_g_idx") in tensors:
         groups = tensors.read(name, (inner,), torch.int32).long()
         if not bool((groups == -1).any()):  # -1: an order that was never set
@@ -237,7 +237,7 @@ def _scales(tensors: Tensors, layer: str, shape: tuple[int, int]) -> tuple[Tenso
     return scales, _equal_groups(layer, inner, scales.shape[1])
 
 
-def _of_outputs(tensors: Tensors, name: str, out: int, dtype: torch.dtype | None = None) -> Tensor:
+def _per_output(tensors: Tensors, name: str, out: int, dtype: torch.dtype | None = None) -> Tensor:
     """[out, groups]; one value may stand for all outputs."""
     tensor = tensors.read(name, None, dtype)
     if tensor.numel() == 1:
@@ -253,7 +253,7 @@ def _equal_groups(layer: str, inner: int, count: int) -> Tensor:
     return torch.arange(inner) // (inner // count)
 
 
-def _unpacked(words: Tensor, bits: int) -> Tensor:
+def _unpack(words: Tensor, bits: int) -> Tensor:
     """int32 [n, words] -> uint8 [n, words * 32 / bits], the lowest bits first."""
     parts = words.contiguous().view(torch.uint8)
     return parts if bits == 8 else torch.stack([parts & 15, parts >> 4], -1).flatten(1)

@@ -92,8 +92,8 @@ def resolve_model(name: str | Path | None, dtype: str = "float32") -> ModelFiles
     """
     if (gguf := _gguf_file(name)) is not None:
         stored = dtype if dtype in _STORED else "float32"
-        with _naming(gguf):
-            folder = _made_once(gguf, stored, partial(pretrained.convert_gguf, dtype=stored))
+        with _explain_errors(gguf):
+            folder = _make_once(gguf, stored, partial(pretrained.convert_gguf, dtype=stored))
         return ModelFiles(str(folder), gguf.stem, is_default=name is None)
     path = files.local_path(str(name))
     if path.is_dir():
@@ -121,7 +121,7 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 _HEADER = 64 << 20  # bytes of a GGUF file that are searched: a header of 262,144 tokens has 20 MB
 
 
-def brings_template(name: str | Path) -> bool:
+def has_template(name: str | Path) -> bool:
     """Whether a folder or a GGUF file holds a chat template; True if it is missing or invalid."""
     if (gguf := _gguf_file(name)) is not None:
         with gguf.open("rb") as file:
@@ -302,7 +302,7 @@ def _torch_device(device: str | None) -> torch.device | None:
 # --- quantised files: weights stay blocks, or are de-quantised once
 
 _STORED = ("bfloat16", "float16", "float32")  # other dtypes are converted as they are loaded
-_CONVERSION = b"7"  # raise it when _made_once writes other files: old cache entries are then unused
+_CONVERSION = b"7"  # raise it when _make_once writes other files: old cache entries are then unused
 
 
 def _from_folder(
@@ -349,23 +349,23 @@ def _from_gguf(
     """The model with the file's blocks as weights, and tokenizer, or None. Raises ModelNotFound."""
     from selfspec.hub import gguf as gguf_files
 
-    with _naming(gguf):
+    with _explain_errors(gguf):
         header = gguf_files.read_header(gguf)
-        if (reason := gguf_files.why_not(header, dtype, device)) is not None:
+        if (reason := gguf_files.refusal(header, dtype, device)) is not None:
             logger.info("%s is de-quantised: %s", gguf.name, reason)
             return None
         if "scales" not in passed:  # before the slow reading of the tokenizer
             gguf_files.check_scales(gguf, header)
             passed.add("scales")
-        size = header.described  # the description depends on these bytes alone
-        description = _made_once(gguf, "description", pretrained.describe_gguf, size)
+        size = header.described_bytes  # the description depends on these bytes alone
+        description = _make_once(gguf, "description", pretrained.describe_gguf, size)
         config, tokenizer = pretrained.load_description(description)
         model = gguf_files.load(gguf, header, config, dtype, attention)
     logger.debug("%s: weights stay as blocks of the file, products in %s", gguf.name, dtype)
     return model, tokenizer
 
 
-def _made_once(
+def _make_once(
     gguf: Path, kind: str, make: Callable[[Path, Path], None], size: int = sys.maxsize
 ) -> Path:
     """A cache folder for a file's first `size` bytes, which `make` fills once and as a whole."""
@@ -385,7 +385,7 @@ def _made_once(
 
 
 @contextlib.contextmanager
-def _naming(gguf: Path) -> Iterator[None]:
+def _explain_errors(gguf: Path) -> Iterator[None]:
     """Turn errors inside into ModelNotFound, with one line about this file."""
     try:
         yield
@@ -408,12 +408,12 @@ def resolve_heads(name: str | Path) -> Path:
     A folder of `selfspec adapt` has its heads in `heads`. Raises HeadsNotFound with known names.
     """
     if not str(name):
-        raise HeadsNotFound(f"heads is empty. {_known_heads()}")
+        raise HeadsNotFound(f"heads is empty. {_heads_hint()}")
     path = files.local_path(name)
     for folder in (path, path / "heads"):
         if (folder / "config.json").is_file():
             return folder
-    folders = _named_heads()
+    folders = _heads_by_name()
     if str(name) in folders:
         return folders[str(name)]
     if names := sorted(known for known in folders if known.rpartition("/")[2] == str(name)):
@@ -421,32 +421,32 @@ def resolve_heads(name: str | Path) -> Path:
             raise HeadsNotFound(f"{str(name)!r} may be {' or '.join(names)}. Give the whole name")
         return folders[names[0]]
     if _is_heads_id(name):
-        return heads_on_hub(str(name))
+        return fetch_heads(str(name))
     reason = "has no config.json" if path.is_dir() else "is neither a folder nor a known name"
     if (path / CHECKPOINT).is_file():
         reason = "holds a fit that has not ended: run the same command to go on"
-    raise HeadsNotFound(f"{str(name)!r} {reason}. {_known_heads()}")
+    raise HeadsNotFound(f"{str(name)!r} {reason}. {_heads_hint()}")
 
 
-def heads_to_pull(name: str, called: str | None = None) -> tuple[Path, Path]:
+def heads_to_pull(name: str, alias: str | None = None) -> tuple[Path, Path]:
     """The folder of heads to pull, fetched if on the hub, and the folder where pulled heads go.
 
-    Heads from the hub are kept by owner and name, those from a folder under the name `called`.
+    Heads from the hub are kept by owner and name, those from a folder under the name `alias`.
     Raises HeadsNotFound, InvalidOption.
     """
     hub_folder = files.cache_folder() / "hub-heads"
-    if called is not None and ("/" in called or not HUB_ID.fullmatch(called)):
-        raise InvalidOption(f"{called!r} is no name, expected letters, digits, '.', '_' and '-'")
+    if alias is not None and ("/" in alias or not HUB_ID.fullmatch(alias)):
+        raise InvalidOption(f"{alias!r} is no name, expected letters, digits, '.', '_' and '-'")
     if _is_heads_id(name):
-        if called is not None:
+        if alias is not None:
             raise InvalidOption(
                 f"heads of the hub are called by their id, {name}. Leave the name out"
             )
-        return heads_on_hub(name), hub_folder / name
+        return fetch_heads(name), hub_folder / name
     source = resolve_heads(name)
     if source.is_relative_to(hub_folder):
         return source, source
-    label = called or (source if source.name not in ("", "..") else source.resolve()).name
+    label = alias or (source if source.name not in ("", "..") else source.resolve()).name
     if not label:
         raise HeadsNotFound(f"{source} has no name to find it by. Give another folder")
     return source, pulled_heads() / label
@@ -458,16 +458,16 @@ def pulled_heads() -> Path:
 
 def list_heads() -> list[Path]:
     """Folders of heads by name: pulled ones, then those that come with selfspec."""
-    return [folder for _, folder in sorted(_named_heads().items())]
+    return [folder for _, folder in sorted(_heads_by_name().items())]
 
 
 def heads_name(folder: Path) -> str:
     """The value of `--heads` for a folder: its name if it is in `list_heads`, else its path."""
-    names = (name for name, place in _named_heads().items() if place == folder)
+    names = (name for name, place in _heads_by_name().items() if place == folder)
     return next(names, str(folder))
 
 
-def _named_heads() -> dict[str, Path]:
+def _heads_by_name() -> dict[str, Path]:
     package = Path(__file__).parents[1]
     roots = (pulled_heads(), package / "checkpoints", package.parent / "checkpoints")
     heads = {file.parent.name: file.parent for root in roots for file in root.glob("*/config.json")}
@@ -481,30 +481,30 @@ def _is_heads_id(name: str | Path) -> bool:
     return is_id and not files.local_path(name).exists()
 
 
-def _known_heads() -> str:
-    names = ", ".join(sorted(_named_heads())) or "none"
+def _heads_hint() -> str:
+    names = ", ".join(sorted(_heads_by_name())) or "none"
     return f"Known: {names}. For --heads also: logit-lens, which any model has, and none"
 
 
 FETCHING = ("revision", "token", "cache_dir", "force_download")  # options of a fetch from the hub
 
 
-def heads_on_hub(name: str, **fetching: Any) -> Path:
+def fetch_heads(name: str, **options: Any) -> Path:
     """Fetch the heads of a hub id as they are now; keywords of FETCHING. Raises HeadsNotFound."""
     from huggingface_hub import snapshot_download
 
     online = _hub_answers()
     try:
         folder = snapshot_download(
-            name, allow_patterns=list(HEADS_FILES), local_files_only=not online, **fetching
+            name, allow_patterns=list(HEADS_FILES), local_files_only=not online, **options
         )
     except (OSError, ValueError) as error:  # the hub client's errors
         reason = f"does not give it ({first_line(error)})" if online else "cannot be reached"
         raise HeadsNotFound(
-            f"{name!r} is no local folder, and the hub {reason}. {_known_heads()}"
+            f"{name!r} is no local folder, and the hub {reason}. {_heads_hint()}"
         ) from error
     if not (Path(folder) / "config.json").is_file():
-        raise HeadsNotFound(f"{name!r} on the hub has no config.json. {_known_heads()}")
+        raise HeadsNotFound(f"{name!r} on the hub has no config.json. {_heads_hint()}")
     return Path(folder)
 
 

@@ -130,7 +130,7 @@ def load(source: str, **options: Any) -> tuple[Any, Any]:
 
     read: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
     folder = Path(source)
-    with _reading(f"cannot load {source}", bars=not folder.is_dir()):
+    with _explain_errors(f"cannot load {source}", bars=not folder.is_dir()):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         _require_known_method(getattr(config, "quantization_config", None))
         if folder.is_dir():
@@ -138,11 +138,11 @@ def load(source: str, **options: Any) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         safe = {"use_safetensors": True, "trust_remote_code": False}
         model, info = read(source, output_loading_info=True, **safe, **options)
-    _require_all(source, info)
+    _require_weights(source, info)
     return model, tokenizer
 
 
-def _require_all(source: object, info: dict[str, Any]) -> None:
+def _require_weights(source: object, info: dict[str, Any]) -> None:
     """Raise ModelNotFound for weights that transformers did not find, and made at random."""
     if missing := sorted(info["missing_keys"]):
         raise ModelNotFound(
@@ -151,7 +151,7 @@ def _require_all(source: object, info: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _reading(failed: str, *, bars: bool = False) -> Iterator[None]:
+def _explain_errors(failure: str, *, bars: bool = False) -> Iterator[None]:
     """Silence transformers, and turn its errors (any class, for odd files) into ModelNotFound."""
     try:
         with quiet_transformers(bars=bars):
@@ -164,9 +164,9 @@ def _reading(failed: str, *, bars: bool = False) -> Iterator[None]:
         reason = first_line(error)
         if _SHAPES_DIFFER in str(error):
             reason = "its weights have other shapes than its config says"
-        if str(cache_folder() / "models") in failed:
+        if str(cache_folder() / "models") in failure:
             reason = f"{reason.rstrip('.,')}. Remove that folder: it is made again"
-        raise ModelNotFound(f"{failed}: {reason}") from error
+        raise ModelNotFound(f"{failure}: {reason}") from error
 
 
 def _require_known_method(config: Any) -> None:
@@ -199,11 +199,11 @@ def convert_gguf(gguf: Path, out: Path, dtype: str) -> None:
     options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
     options |= {"dtype": torch.float32, "output_loading_info": True}
     read: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
-    reader = _reader_with("tqdm", lambda bar: functools.partial(bar, disable=True))
-    with _reading(f"cannot read {gguf} as GGUF"), reader:
+    reader = _patch_reader("tqdm", lambda bar: functools.partial(bar, disable=True))
+    with _explain_errors(f"cannot read {gguf} as GGUF"), reader:
         model, info = read(gguf.parent, gguf_file=gguf.name, **options)
         _write_tokenizer(gguf, out)
-    _require_all(gguf, info)
+    _require_weights(gguf, info)
     with quiet_transformers():
         model.to(getattr(torch, dtype)).save_pretrained(out)
 
@@ -212,8 +212,8 @@ def describe_gguf(gguf: Path, out: Path) -> None:
     """Write the config and the tokenizer of a file. Raises ModelNotFound with the reason."""
     from transformers import AutoConfig
 
-    reader = _reader_with("load_gguf_checkpoint", _once)
-    with _reading(f"cannot read {gguf} as GGUF"), reader:
+    reader = _patch_reader("load_gguf_checkpoint", _cache_results)
+    with _explain_errors(f"cannot read {gguf} as GGUF"), reader:
         _write_tokenizer(gguf, out)
         AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 
@@ -222,19 +222,19 @@ _READER = Lock()  # else one thread could restore the replacement that another o
 
 
 @contextlib.contextmanager
-def _reader_with(name: str, made: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace `name` in transformers' GGUF reader by what `made` makes of it, during the block."""
+def _patch_reader(name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace `name` in transformers' GGUF reader by what `wrap` makes of it, during the block."""
     with _READER, contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, AttributeError):  # newer ones may lack it
             from transformers import modeling_gguf_pytorch_utils as reader
 
             original = getattr(reader, name)
             stack.callback(setattr, reader, name, original)
-            setattr(reader, name, made(original))
+            setattr(reader, name, wrap(original))
         yield
 
 
-def _once(parse: Callable[..., Any]) -> Callable[..., Any]:
+def _cache_results(parse: Callable[..., Any]) -> Callable[..., Any]:
     """Cache the results of `parse`, which is called for the tokenizer's class and for the config.
 
     Each call parses the whole vocabulary: 8 s of CPU time for 128,000 tokens.
@@ -268,7 +268,7 @@ def load_description(folder: Path, name: str = "") -> tuple[Any, Any]:
     """Load config and tokenizer. Raises ModelNotFound, which says that `name` cannot be read."""
     from transformers import AutoConfig, AutoTokenizer
 
-    with _reading(f"cannot read {name or folder}"):
+    with _explain_errors(f"cannot read {name or folder}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         return config, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
@@ -292,7 +292,7 @@ def load_parts(source: str) -> tuple[Path, Any, Any, Any]:
     from transformers import GenerationConfig
 
     folder = Path(source)
-    with _reading(f"cannot load {source}"):
+    with _explain_errors(f"cannot load {source}"):
         if not folder.is_dir():
             folder = Path(snapshot_download(source, allow_patterns=list(_FILES)))
         shapes = check_model_folder(folder)

@@ -155,7 +155,7 @@ def test_pulled_heads_are_found_and_replaced(toy: Path, tmp_path: Path, call: Ca
 def test_heads_of_two_owners_are_kept_apart_and_every_pull_updates(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
-    monkeypatch.setattr(hub, "heads_on_hub", lambda name: tmp_path / "hub" / name)
+    monkeypatch.setattr(hub, "fetch_heads", lambda name: tmp_path / "hub" / name)
     for version in ("one", "two"):
         for name in ("a/mine", "b/mine"):
             shutil.copytree(toy, tmp_path / "hub" / name, dirs_exist_ok=True)

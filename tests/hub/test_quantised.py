@@ -197,7 +197,7 @@ def test_a_file_loaded_before_is_not_read_in_full_again(
         os.utime(path, (mtime, mtime))
         hub.load_model(path, device="cpu", blocks=True)
     assert len(checks) == 2
-    assert max(sizes) == read_header(path).described < path.stat().st_size / 2
+    assert max(sizes) == read_header(path).described_bytes < path.stat().st_size / 2
     parses = noted(monkeypatch, gguf_reader, "load_gguf_checkpoint", lambda *_, **__: None)
     pretrained.describe_gguf(path, tmp_path / "described")
     assert len(parses) <= 1  # 0 where transformers' newer reader knows the architecture
@@ -577,7 +577,7 @@ def written(folder: Path, method: str, **said: Any) -> Path:
 
 
 def write_bytes(path: Path, name: str, place: int, value: bytes) -> None:
-    first = read_header(path).tensors[name].first
+    first = read_header(path).tensors[name].offset
     with path.open("r+b") as file:
         file.seek(first + place)
         file.write(value)
