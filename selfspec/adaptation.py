@@ -223,10 +223,10 @@ class _Adaptation:
         self._fingerprint = fingerprint.of_loaded(self._model, source.stamps)
         if self.template is not None:
             self._tokenizer = templates.with_template(self._tokenizer, self.template)
-        self._state = self._begun()
-        self._before, self._began = self._state.spent_s, time.monotonic()
+        self._state = self._load_state()
+        self._spent_before, self._start_time = self._state.spent_s, time.monotonic()
 
-    def _begun(self) -> _State:
+    def _load_state(self) -> _State:
         """The state of a new or begun folder; a larger budget reopens a finished one."""
         made_from = {
             "model": self._fingerprint,
@@ -292,26 +292,26 @@ class _Adaptation:
     # --- time
 
     @property
-    def _spent(self) -> float:
-        return self._before + time.monotonic() - self._began
+    def _spent_s(self) -> float:
+        return self._spent_before + time.monotonic() - self._start_time
 
-    def _left(self, until: float = 1.0) -> float:
+    def _left_s(self, until: float = 1.0) -> float:
         """Seconds left of a share of the budget, or of what was added to a finished one."""
         start = self._state.begun_s
-        return start + until * (self._state.budget_s - start) - self._spent
+        return start + until * (self._state.budget_s - start) - self._spent_s
 
     def _say(self, message: str) -> None:
-        self.show(min(self._spent, self._state.budget_s), self._state.budget_s, message)
+        self.show(min(self._spent_s, self._state.budget_s), self._state.budget_s, message)
 
     def _save(self) -> None:
-        self._state.spent_s = self._spent
+        self._state.spent_s = self._spent_s
         files.write(self.folder / STATE, json.dumps(asdict(self._state), indent=1) + "\n")
 
     # --- text
 
     def _write_text(self) -> None:
         state, backbone = self._state, Backbone(self._model, fingerprint=self._fingerprint)
-        self._began = time.monotonic()  # compiling, once per machine, does not count
+        self._start_time = time.monotonic()  # compiling, once per machine, does not count
         if not state.batch_size:
             state.batch_size = self._batch_size(backbone)
         longest = min(self.text.max_new_tokens, backbone.max_positions // 2)
@@ -333,7 +333,7 @@ class _Adaptation:
         propose = selfgen.local_submit(selfgen.Written(author, prompts, excluded).propose)
         source = selfgen.Admission(options, writer.records(), excluded)
         try:
-            while self._left(_TEXT_UNTIL) > 0.0 or not writer.batches:
+            while self._left_s(_TEXT_UNTIL) > 0.0 or not writer.batches:
                 counts = next(selfgen.write(source, writer, options, propose))
                 total, batch_tokens = counts.total("answer_tokens"), 0
                 self._save()
@@ -347,10 +347,10 @@ class _Adaptation:
     def _batch_size(self, backbone: Backbone) -> int:
         """Choose the rows of a batch, so that the text's time holds several batches."""
         low, high = _BATCHES[0], _BATCHES[2]
-        few, many = (self._timed_step(backbone, rows) for rows in (low, high))
+        few, many = (self._time_step(backbone, rows) for rows in (low, high))
         slope = max(0.0, (many - few) / (high - low))
         step = {rows: few + slope * (rows - low) for rows in _BATCHES}  # seconds
-        seconds = max(0.0, self._left(_TEXT_UNTIL))
+        seconds = max(0.0, self._left_s(_TEXT_UNTIL))
         sizes = [n for n in _BATCHES if _ROW_TOKENS * step[n] <= seconds / _LEAST_BATCHES]
         rows = sizes[-1] if sizes else low
         tokens = 0.5 * rows / step[rows] * seconds
@@ -362,7 +362,7 @@ class _Adaptation:
             )
         return rows
 
-    def _timed_step(self, backbone: Backbone, rows: int) -> float:
+    def _time_step(self, backbone: Backbone, rows: int) -> float:
         for _ in range(2):
             began, remaining = time.monotonic(), rows
             texts = selfgen.Texts(backbone, count=lambda _: None)
@@ -431,7 +431,7 @@ class _Adaptation:
         fitted = fit.fit(
             job,
             lambda step, steps, note: self._say(f"fitting: step {step} of {steps}, {note}"),
-            left_s=lambda: self._left(_FIT_UNTIL),
+            left_s=lambda: self._left_s(_FIT_UNTIL),
         )
         run = {"command": "adapt", "budget_s": state.budget_s, "base_model": self._label}
         records.write(self._heads, fitted, run | options_dict(job.options))
@@ -446,7 +446,7 @@ class _Adaptation:
         fit.fit(replace(job, train=Selection(job.train.source, few), validation=probe), watch=watch)
         features, heads = (watch.seconds[part] / len(few) for part in ("features", "heads"))
         batches, others = len(job.train.indices), len(job.validation.indices)
-        seconds = max(self._left(_FIT_UNTIL), 0.0) - features * (batches + others)
+        seconds = max(self._left_s(_FIT_UNTIL), 0.0) - features * (batches + others)
         return max(1, min(int(seconds / (heads * batches)), _MOST_EPOCHS))
 
     def _calibrate(self, held_out: Selection, families: Sequence[tuple[str, Conversation]]) -> None:
@@ -481,16 +481,16 @@ class _Adaptation:
         speculator.options = settings = speculator.options.updated(changes)
         state.drafts = settings.speculate and settings.uses("exit")
         for options in WAYS.values():  # each runs once before it is timed
-            stats = self._answered(speculator, tuning[0], 8, options).stats
+            stats = self._answer(speculator, tuning[0], 8, options).stats
         step = max(stats.decode_s / max(1, stats.rounds), 1e-4)  # seconds
         cost = 2 * len(WAYS) * _FEWEST * step  # prompts take time, too
-        tokens = int(min(_ANSWER, max(_LEAST_ANSWER, self._left() / cost)))
+        tokens = int(min(_ANSWER, max(_LEAST_ANSWER, self._left_s() / cost)))
         for task, prompt in prompts[state.asked : _MOST]:
-            if state.asked >= _FEWEST and self._left() < 0.0:
+            if state.asked >= _FEWEST and self._left_s() < 0.0:
                 break
             self._say(f"comparing: prompt {state.asked + 1}")
             with suppress(InvalidPrompt):  # one of the user's may be too long for the model
-                row = self._timed(speculator, task, prompt, tokens)
+                row = self._time_prompt(speculator, task, prompt, tokens)
                 if all(row.seconds):
                     state.rows.append(row)
             state.asked += 1
@@ -518,7 +518,7 @@ class _Adaptation:
     def _tune(self, speculator: Speculator, prompts: Sequence[Prompt]) -> None:
         backbone, heads = speculator.backbone, speculator.heads
         prompt_s = ANSWERS * _ANSWER * step_speed(backbone).step_s
-        room = min(_TUNE_SHARE * self._state.budget_s, self._left() / 2)
+        room = min(_TUNE_SHARE * self._state.budget_s, self._left_s() / 2)
         if (count := min(len(prompts), int(room / prompt_s))) < 2:
             return
         with suppress(InvalidOption):  # too few answers of several tokens to tune on
@@ -530,16 +530,16 @@ class _Adaptation:
             )
             tuned.write(backbone, heads, choice.options, asdict(choice))
 
-    def _answered(
+    def _answer(
         self, speculator: Speculator, prompt: Prompt, tokens: int, options: dict[str, Any]
     ) -> Any:
         settings: Any = {"max_new_tokens": tokens, "raw": self.text.raw and isinstance(prompt, str)}
         return speculator.generate(prompt, **options, **settings, do_sample=False)
 
-    def _timed(self, speculator: Speculator, task: str, prompt: Prompt, tokens: int) -> Row:
+    def _time_prompt(self, speculator: Speculator, task: str, prompt: Prompt, tokens: int) -> Row:
         first = self._state.asked % len(WAYS)
         order = [*WAYS][first:] + [*WAYS][:first]
-        answers = {way: self._answered(speculator, prompt, tokens, WAYS[way]) for way in order}
+        answers = {way: self._answer(speculator, prompt, tokens, WAYS[way]) for way in order}
         by_heads, counts = answers["these heads"], [len(answers[way].token_ids) - 1 for way in WAYS]
         seconds = [  # texts may differ, and then in length, too
             answers[way].stats.decode_s * counts[-1] / max(1, count)

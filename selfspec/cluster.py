@@ -37,7 +37,7 @@ _TRIES = 3  # retries of a task after its worker died
 
 
 @contextmanager
-def started(address: str = "local", **options: Any) -> Iterator[None]:
+def run_ray(address: str = "local", **options: Any) -> Iterator[None]:
     """Run Ray until the context ends; `options` are for `ray.init`. Raises InvalidOption."""
     if address == "local":
         options["include_dashboard"] = False
@@ -60,7 +60,7 @@ def workers(count: int, make: Callable[[], Callable[[Any], Any]]) -> Iterator[Su
     error of a task is raised by the function that awaits its result.
     """
     options: dict[str, Any] = {} if CLUSTER else {"num_cpus": max(count, cores())}
-    with started(CLUSTER or "local", **options):
+    with run_ray(CLUSTER or "local", **options):
         resources = ray.cluster_resources()
         cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
         if count > (most := gpus or cpus):
@@ -81,7 +81,7 @@ def workers(count: int, make: Callable[[], Callable[[Any], Any]]) -> Iterator[Su
         for worker in processes:
             idle.put(worker)
 
-        def done(task: Any) -> Any:
+        def run_task(task: Any) -> Any:
             worker = idle.get()
             try:
                 return ray.get(worker.do.remote(reference, task))
@@ -97,7 +97,7 @@ def workers(count: int, make: Callable[[], Callable[[Any], Any]]) -> Iterator[Su
 
         executor = ThreadPoolExecutor(count)
         try:
-            yield lambda task: executor.submit(done, task).result
+            yield lambda task: executor.submit(run_task, task).result
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
             for worker in processes:
@@ -122,7 +122,7 @@ class _Worker:
     def __init__(self) -> None:
         self._work: Callable[[Any], Any] | None = None
 
-    def do(self, given: list[Any], task: Any) -> Any:
+    def do(self, references: list[Any], task: Any) -> Any:
         if self._work is None:
-            self._work = ray.get(given[0])()
+            self._work = ray.get(references[0])()
         return self._work(task)

@@ -198,8 +198,8 @@ def test_slower_heads_are_not_reported_as_faster(seconds: Any, drafts: bool, fas
 def test_differing_texts_are_compared_by_tokens_per_second() -> None:
     stats = Mock(decode_s=1.0, rounds=3)
     answers = [Mock(token_ids=[7] * (count + 1), stats=stats) for count in (8, 4, 16)]
-    adaptation = Mock(_state=Mock(asked=0), _answered=Mock(side_effect=answers))
-    row = _Adaptation._timed(adaptation, Mock(), "task", "a", 64)
+    adaptation = Mock(_state=Mock(asked=0), _answer=Mock(side_effect=answers))
+    row = _Adaptation._time_prompt(adaptation, Mock(), "task", "a", 64)
     assert row == Row("task", 16, [2.0, 4.0, 1.0], 3, same=False)
 
 

@@ -44,7 +44,7 @@ class Selfspec(llm.Model):
         """Yield pieces of the answer to a prompt, which holds the earlier turns."""
         options = prompt.options.model_dump(exclude_none=True)
         arguments = (options.pop(name, None) for name in ("model", "heads", "chat_template"))
-        speculator, sessions = _loaded(*arguments)
+        speculator, sessions = _load(*arguments)
         options |= {"max_new_tokens": options.pop("max_tokens", None), "json_schema": prompt.schema}
         turns = [
             {"role": turn.role, "content": "".join(getattr(one, "text", "") for one in turn.parts)}
@@ -64,7 +64,7 @@ class Selfspec(llm.Model):
 
 
 @functools.lru_cache(1)
-def _loaded(
+def _load(
     model: str | None, heads: str | None, template: str | None
 ) -> tuple[selfspec.Speculator, list[selfspec.Session]]:
     """The Speculator, and its idle sessions: several answers may be generated at once."""

@@ -55,9 +55,9 @@ class Selfspec(HFLM):
     Raises InvalidOption for unknown ones.
     """
 
-    def __init__(self, pretrained: str | None = None, **given: Any) -> None:
-        check_keys(given, _OURS | _THEIRS | {"pretrained"}, "model argument")
-        keywords = {name: given.pop(name) for name in _OURS & given.keys()}
+    def __init__(self, pretrained: str | None = None, **options: Any) -> None:
+        check_keys(options, _OURS | _THEIRS | {"pretrained"}, "model argument")
+        keywords = {name: options.pop(name) for name in _OURS & options.keys()}
         if keywords.get("heads", "") is None:  # lm-eval parses heads=none as None
             keywords["heads"] = "none"
         if "cuda" in str(keywords.get("device")) and not torch.cuda.is_available():
@@ -67,7 +67,7 @@ class Selfspec(HFLM):
         level = logger.level
         logger.setLevel(logging.ERROR)  # it warns about models that are already loaded
         try:
-            super().__init__(self.speculator.model, tokenizer=self.speculator.tokenizer, **given)
+            super().__init__(self.speculator.model, tokenizer=self.speculator.tokenizer, **options)
         finally:
             logger.setLevel(level)
 
@@ -77,13 +77,13 @@ class Selfspec(HFLM):
         """Left-padded prompts [B, P] -> prompts and answers [B, longest]."""
         generate, stops = self.speculator.hf(), stop_strings(self.tokenizer, stop) if stop else None
 
-        def written(*inputs: Any, stopping_criteria: StoppingCriteriaList, **keywords: Any) -> Any:
+        def answer(*inputs: Any, stopping_criteria: StoppingCriteriaList, **keywords: Any) -> Any:
             if stops is not None:
                 stopping_criteria.append(_InAnswer(stops, context.shape[1]))
             return generate(*inputs, stopping_criteria=stopping_criteria, **keywords)
 
         tokens: Tensor = super()._model_generate(
-            context, max_length, [], custom_generate=written, **options
+            context, max_length, [], custom_generate=answer, **options
         )
         return tokens
 

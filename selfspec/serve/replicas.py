@@ -138,7 +138,7 @@ def copies(
         logging_config=log_config,
     )(Replica)
     cpus = threads * count
-    with cluster.started(num_cpus=cpus, object_store_memory=_OBJECTS_BYTES):
+    with cluster.run_ray(num_cpus=cpus, object_store_memory=_OBJECTS_BYTES):
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # its errors are also raised
         serve.start(proxy_location="Disabled", logging_config=log_config)
         app = deployment.bind(load_options, options, memory // count)
