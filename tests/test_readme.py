@@ -21,7 +21,7 @@ import typer
 import selfspec
 from selfspec.api import speculator
 from selfspec.api.speculator import Speculator
-from selfspec.cli.main import app, main, ordered
+from selfspec.cli.main import app, main, reorder
 from selfspec.hub import models
 from selfspec.model.backbone import Backbone
 from tests.api.test_default_model import pytestmark  # noqa: F401  # same model and conditions
@@ -121,7 +121,7 @@ def test_program_runs(program: str, default: Speculator, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("command", READ)
 def test_a_command_that_is_not_run_can_be_parsed(command: str) -> None:
-    words = ordered(shlex.split(command, comments=True)[1:])
+    words = reorder(shlex.split(command, comments=True)[1:])
     parser: Any = typer.main.get_command(app())
     context = parser.make_context("selfspec", [*words])
     while hasattr(parser, "commands"):

@@ -145,11 +145,11 @@ class Flag:
         )
         kind = str if many else kinds[0]
         if get_origin(kind) is list:
-            option.callback = _lines
+            option.callback = _split_lines
         return _keyword(self.name, default=None, annotation=Annotated[kind | None, option])
 
 
-def _lines(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
+def _split_lines(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
     """Split an environment variable at newlines; typer splits at blanks, which stops may hold."""
     source = context.get_parameter_source(str(parameter.name))
     from_env = source is not None and source.name == "ENVIRONMENT"
@@ -176,7 +176,7 @@ def option_flags(options: type, names: Iterable[str] | None = None) -> tuple[Fla
     return tuple(flags)
 
 
-def grouped(group: str, usual: Collection[str], *flags: Flag) -> tuple[Flag, ...]:
+def group_flags(group: str, usual: Collection[str], *flags: Flag) -> tuple[Flag, ...]:
     """Put `flags` under one heading; --help lists only the `usual` ones."""
     return tuple(replace(flag, group=group, rare=flag.name not in usual) for flag in flags)
 
@@ -207,12 +207,12 @@ KV_MEMORY = Flag(
 )
 
 _CONFIG = Flag("config", Path, "YAML file of options; flags override it.", metavar="FILE")
-_known: set[str] = set()  # names of all commands' flags: keys that the default file may hold
+_flag_names: set[str] = set()  # names of all commands' flags: keys that the default file may hold
 
 
 def with_flags(*flags: Flag) -> Callable[[Command], Command]:
     """Give a command `flags`, --config and --help-all; it receives them as the mapping `args`."""
-    _known.update(flag.name for flag in flags)
+    _flag_names.update(flag.name for flag in flags)
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
@@ -221,14 +221,14 @@ def with_flags(*flags: Flag) -> Callable[[Command], Command]:
         parameters += [_keyword("help_all", default=False, annotation=_HELP_ALL)]
 
         @functools.wraps(command)
-        def wrapper(config: Path | None, help_all: bool, **given: Any) -> None:  # noqa: ARG001  # handled by its callback
-            values = {flag.name: given.pop(flag.name) for flag in flags}
+        def wrapper(config: Path | None, help_all: bool, **keywords: Any) -> None:  # noqa: ARG001  # handled by its callback
+            values = {flag.name: keywords.pop(flag.name) for flag in flags}
             values = {name: value for name, value in values.items() if value not in (None, [])}
-            args = merged(config, values, flags)
+            args = merge_options(config, values, flags)
             args.update({"config": str(config)} if config else {})
             if args.get("output", "").startswith("~"):  # the shell has not expanded it
                 args["output"] = str(files.local_path(args["output"]))
-            command(**given, args=args)
+            command(**keywords, args=args)
 
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads the flags here
         return wrapper
@@ -247,18 +247,18 @@ class _Ranges(TypedDict, total=False):
     rungs: Annotated[int, parts.between(1, 7)]
 
 
-def merged(file: Path | None, given: Args, flags: Sequence[Flag]) -> Given:
-    """Merge options and type them: `given` over the YAML `file`, and both over the default file.
+def merge_options(file: Path | None, args: Args, flags: Sequence[Flag]) -> Given:
+    """Merge options and type them: `args` over the YAML `file`, and both over the default file.
 
     Null in a file is a value. The default file may hold keys of other commands. Options with
     settings are merged setting by setting.
     """
     hints = {flag.name: flag.hint for flag in flags}
-    defaults = _read_yaml(default_file(), _known) if default_file().exists() else {}
+    defaults = _read_yaml(default_file(), _flag_names) if default_file().exists() else {}
     in_file = _read_yaml(file, hints) if file else {}
     options = Given()
-    options.names = frozenset(in_file | given)
-    for values in ({name: defaults[name] for name in hints if name in defaults}, in_file, given):
+    options.names = frozenset(in_file | args)
+    for values in ({name: defaults[name] for name in hints if name in defaults}, in_file, args):
         typed_values = {name: typed(name, value, hints[name]) for name, value in values.items()}
         config.check({name: value for name, value in typed_values.items() if name in OPTION_NAMES})
         check_ranges(typed_values, _Ranges)
@@ -291,7 +291,7 @@ def _read_yaml(file: Path, known: Iterable[str]) -> Args:
     return values
 
 
-def picked(args: Mapping[str, Any], flags: Iterable[Flag]) -> Args:
+def pick(args: Mapping[str, Any], flags: Iterable[Flag]) -> Args:
     return {flag.name: args[flag.name] for flag in flags if flag.name in args}
 
 
@@ -307,10 +307,10 @@ def require(args: Args, *names: str) -> None:
             raise InvalidOption(f"no {flag}. Give the flag, or the key in a --config file")
 
 
-def refuse(args: Given, names: Set[str], why: str) -> None:
+def refuse(args: Given, names: Set[str], reason: str) -> None:
     """Raise InvalidOption if this command was given one of `names`, which it would ignore."""
     if ignored := args.names & names:
-        raise InvalidOption(f"{min(ignored)} {why}")
+        raise InvalidOption(f"{min(ignored)} {reason}")
 
 
 def inputs(args: Args) -> list[object]:
@@ -414,7 +414,7 @@ _USUAL = {
 
 Executor = Literal["auto", "fused", "cuda-graph", "generic"]
 
-LOADING = grouped(
+LOADING = group_flags(
     "Model",
     _USUAL,
     Flag("model", str, "Hub id, folder or .gguf file. Default: the bundled model."),
@@ -437,9 +437,9 @@ LOADING = grouped(
     Flag("executor", Executor, "fused is for CPUs, cuda-graph for GPUs. Default: auto."),
 )
 
-SPECULATION = grouped("Drafts", _USUAL, *option_flags(SpeculationOptions, OPTION_NAMES))
+SPECULATION = group_flags("Drafts", _USUAL, *option_flags(SpeculationOptions, OPTION_NAMES))
 
-GENERATION = grouped(
+GENERATION = group_flags(
     "Answer",
     _USUAL,
     Flag("max_new_tokens", int, f"Maximum new tokens. Default: {config.DEFAULT_MAX_NEW_TOKENS}."),
@@ -463,9 +463,9 @@ SHARED = (*LOADING, *SPECULATION, *GENERATION)
 _NO_FOLDER = hub.LOGIT_LENS, hub.NO_HEADS
 
 
-def answering(args: Args) -> Args:
+def answer_options(args: Args) -> Args:
     """Keywords of `Speculator.generate`, checked; names of files become their contents."""
-    options = picked(args, GENERATION)
+    options = pick(args, GENERATION)
     check_ranges(options, config.GenerateOptions)
     for name, read in (("json_schema", files.read_json), ("grammar", files.read_text)):
         if name in options:
@@ -477,10 +477,10 @@ def answering(args: Args) -> Args:
     return options
 
 
-def load(args: Args, *, compared: bool = False) -> Speculator:
+def load(args: Args, *, runs_model: bool = False) -> Speculator:
     """Load the speculator that the flags ask for; this is where torch is imported.
 
-    A terminal shows a status line while this runs. `compared`: the model's own modules will run,
+    A terminal shows a status line while this runs. `runs_model`: the model's own modules will run,
     too, so that weights which its file holds as blocks are expanded and kept.
     """
     check_model(args)
@@ -500,8 +500,8 @@ def load(args: Args, *, compared: bool = False) -> Speculator:
         from selfspec.model.weights import keep_numbers
 
         status.update(f"{title}reading and checking it")
-        loaded = speculator.load(**picked(args, LOADING), **picked(args, SPECULATION))
-        if compared:
+        loaded = speculator.load(**pick(args, LOADING), **pick(args, SPECULATION))
+        if runs_model:
             keep_numbers(loaded.model)
     if interrupts:  # a library swallowed Ctrl-C while it was imported
         raise KeyboardInterrupt
@@ -536,7 +536,7 @@ def check_model(args: Args) -> None:
     """Refuse, before torch is imported, options that could never be loaded."""
     if "device" in args and not re.fullmatch(r"[a-z]+(:[0-9]+)?", args["device"]):
         raise InvalidOption(f"device is {args['device']!r}, expected cpu, cuda, cuda:0 or auto")
-    options = SpeculationOptions().updated(picked(args, SPECULATION))
+    options = SpeculationOptions().updated(pick(args, SPECULATION))
     needs = {
         "draft-model": "draft_model" not in args and "a second model. Give --draft-model",
         "rest": "datastore" not in args and "a datastore. Give --datastore",
@@ -625,7 +625,7 @@ def words(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
 
 
-def aside(text: str) -> None:
+def to_stderr(text: str) -> None:
     """Write a line that is not a result to standard error."""
     typer.echo(text, err=True)
 
@@ -633,7 +633,7 @@ def aside(text: str) -> None:
 def note(text: str) -> None:
     """Write a notice to standard error, except with --quiet."""
     if not is_quiet():
-        aside(text)
+        to_stderr(text)
 
 
 def is_quiet() -> bool:
@@ -643,10 +643,10 @@ def is_quiet() -> bool:
 def complain(error: SelfspecError | str) -> None:
     """Write an error on one line, without characters that would move a terminal's cursor."""
     line = " ".join(str(SelfspecError(str(error))).split())  # SelfspecError bounds the length
-    aside("selfspec: error: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+    to_stderr("selfspec: error: " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
-def refused(error: Exception) -> str | None:
+def error_message(error: Exception) -> str | None:
     """The message of an error raised on purpose, by the system or for memory; None for others."""
     if isinstance(error, SelfspecError):
         return str(error)
@@ -661,7 +661,7 @@ def refused(error: Exception) -> str | None:
     return None
 
 
-def bug(error: Exception, arguments: Sequence[str], trace: str) -> str:
+def report_bug(error: Exception, arguments: Sequence[str], trace: str) -> str:
     """Write the command and the traceback to a file; return the line that reports the bug."""
     message = f"this is a bug in selfspec: {type(error).__name__}: {first_line(error)}"
     command = f"selfspec {metadata.version('selfspec')}: {shlex.join(arguments)}"
@@ -707,7 +707,7 @@ def raw_flag(tokenizer: object) -> list[str]:
     return ["--raw"] if getattr(tokenizer, "chat_template", None) is None else []
 
 
-def rendered(grid: Table) -> str:
+def table_text(grid: Table) -> str:
     """A table as text; wrapped only if standard output is a terminal."""
     from rich.console import Console
 

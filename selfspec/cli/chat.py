@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 )
 def chat(*, args: base.Given) -> None:
     """Talk with a model. It remembers the conversation; /help lists its commands."""
-    options = base.answering(args)
+    options = base.answer_options(args)
     base.check_template(args)
     talk = Chat(base.load(args), options, args)
-    read = _line
+    read = _read_line
     if sys.stdin.isatty():
         base.note(f"{talk.speculator.label}. /help lists commands and keys, Ctrl-D leaves.")
         read = _editor(talk.status)
     while not talk.ended and (line := read()) is not None:
         if line:
-            with _unseen_keys():
+            with _hide_keys():
                 talk.take(line)
             interrupts.clear()  # whatever Ctrl-C was meant to stop has ended
 
@@ -61,7 +61,7 @@ class Chat:
         self.writer = Writer(speculator.backbone.num_layers, colour=args.get("colour"))
         self.messages = base.conversation(args.get("system"))
         self.tokens = 0  # in the context that the model has seen
-        self.last: Generation | None = None  # the newest answer, unless it was taken back
+        self.last_answer: Generation | None = None  # the newest answer, unless it was taken back
         self.ended = False
         self._session = speculator.session()
 
@@ -88,9 +88,9 @@ class Chat:
 
     def status(self) -> str:
         parts = [self.speculator.label, f"{counted(self.tokens, 'token')} in context"]
-        if self.last is not None and self.last.stats.rounds:
-            parts.append(rate(self.last.stats.decode_tokens_per_s))
-            parts.append(f"{self.last.stats.compression_rate:.1f} tokens per pass")
+        if self.last_answer is not None and self.last_answer.stats.rounds:
+            parts.append(rate(self.last_answer.stats.decode_tokens_per_s))
+            parts.append(f"{self.last_answer.stats.compression_rate:.1f} tokens per pass")
         return " | ".join(parts)
 
     def _reply(self, question: str) -> None:
@@ -101,7 +101,7 @@ class Chat:
             stream = self._session.stream(messages, **self.options)
             try:
                 for piece in stream:
-                    self.writer.piece(piece, stream.giver)
+                    self.writer.write(piece, stream.giver)
                 end = "\n"
             except KeyboardInterrupt:
                 stream.close()
@@ -113,14 +113,14 @@ class Chat:
             return
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self.tokens = answer.stats.prompt_tokens + answer.stats.new_tokens
-        self.last = answer
+        self.last_answer = answer
         if end == "\n":
             base.say_if_cut(answer, self.options)
         if self.stats is not None:
-            base.aside(base.statistics(answer, self.stats))
+            base.to_stderr(base.statistics(answer, self.stats))
 
     def _replace(self, messages: list[dict[str, str]]) -> None:
-        self.messages, self.last, self.tokens = messages, None, 0
+        self.messages, self.last_answer, self.tokens = messages, None, 0
         tokenizer = self.speculator.tokenizer
         if tokenizer is not None and any(message["role"] == "user" for message in messages):
             from selfspec.api.text import encode
@@ -142,45 +142,45 @@ class Chat:
         grid = Table.grid(padding=(0, 2, 0, 0))
         for name, (metavar, text, _act) in COMMANDS.items():
             grid.add_row(Text(f"{name} {metavar}"), Text(text))
-        base.emit(base.rendered(grid))
-        self.writer.line(
+        base.emit(base.table_text(grid))
+        self.writer.write_line(
             "Enter sends, Alt-Enter or a backslash at the end of a line begins a new one. A pasted "
             "text is one turn. Up and down recall earlier lines, Tab completes commands. Ctrl-C "
             "stops an answer and keeps what was said, Ctrl-D leaves."
         )
         if self.writer.colour:
-            self.writer.line("The colour of a token says where it came from:")
+            self.writer.write_line("The colour of a token says where it came from:")
             heads, options = self.speculator.heads, self.speculator.options
             layers = () if heads is None else heads.layers_in_use(options)
             givers = [Giver(source) for source in SOURCES if source != EXIT]
             for giver in (*givers, *(Giver(EXIT, layer) for layer in layers)):
                 style = giver.colour(self.speculator.backbone.num_layers) or ""
-                self.writer.line(f"  {giver.words}", style)
+                self.writer.write_line(f"  {giver.words}", style)
 
     def _stats(self, _: str) -> None:
-        if self.last is None:
+        if self.last_answer is None:
             raise InvalidOption("there is no answer yet. Ask something")
-        self.writer.line(base.statistics(self.last, "short"))
-        self.writer.line(base.statistics(self.last, "full"))
+        self.writer.write_line(base.statistics(self.last_answer, "short"))
+        self.writer.write_line(base.statistics(self.last_answer, "full"))
 
     def _undo(self, _: str) -> None:
-        self.writer.line(f"taken back: {self._take_back().splitlines()[0]}")
+        self.writer.write_line(f"taken back: {self._take_back().splitlines()[0]}")
 
     def _retry(self, _: str) -> None:
-        state = self.messages, self.last, self.tokens
+        state = self.messages, self.last_answer, self.tokens
         question = self._take_back()
         try:
             self._reply(question)
         finally:
-            if self.last is None:  # without a new answer, the old one stays
-                self.messages, self.last, self.tokens = state
+            if self.last_answer is None:  # without a new answer, the old one stays
+                self.messages, self.last_answer, self.tokens = state
 
     def _system(self, text: str) -> None:
         if text:
             others = [message for message in self.messages if message["role"] != "system"]
             self._replace([*base.conversation(text), *others])
         texts = [message["content"] for message in self.messages[:1] if message["role"] == "system"]
-        self.writer.line(f"system: {texts[0]}" if texts else "no system message")
+        self.writer.write_line(f"system: {texts[0]}" if texts else "no system message")
 
     def _clear(self, _: str) -> None:
         self._replace([message for message in self.messages[:1] if message["role"] == "system"])
@@ -190,7 +190,7 @@ class Chat:
         path = files.check_file(files.local_path(name), overwrite=True)
         text = json.dumps(values | {"messages": self.messages}, indent=2, ensure_ascii=False)
         files.write(path, text + "\n")
-        self.writer.line(f"wrote {name}")
+        self.writer.write_line(f"wrote {name}")
 
     def _load(self, name: str) -> None:
         values = files.read_json(path := files.local_path(name))
@@ -204,10 +204,10 @@ class Chat:
                     raise InvalidData(f"{path} is no conversation. Give a file that /save wrote")
         self._replace(messages)
         turns = sum(message["role"] == "user" for message in messages)
-        self.writer.line(f"read {name}: {counted(turns, 'question')}")
+        self.writer.write_line(f"read {name}: {counted(turns, 'question')}")
 
     def _trace(self, name: str) -> None:
-        if self.last is None:
+        if self.last_answer is None:
             raise InvalidOption("there is no answer to trace yet. Ask something")
         path = files.check_file(files.local_path(name), overwrite=True) if name else None
         if path is not None and path.suffix not in (".html", ".jsonl"):
@@ -216,10 +216,10 @@ class Chat:
 
         from selfspec.visualise import look, views
 
-        options = self.options | {"max_new_tokens": len(self.last.token_ids)}
+        options = self.options | {"max_new_tokens": len(self.last_answer.token_ids)}
         base.note("answering again, to look at each layer")
         trace = look.inspect(self.speculator, self.messages[:-1], **options)
-        if [place.token for place in trace.places] != self.last.token_ids:
+        if [place.token for place in trace.places] != self.last_answer.token_ids:
             base.note("selfspec: sampling again gave another answer, which this trace shows")
         if path is None:
             views.show(trace, Console(highlight=False))
@@ -228,14 +228,14 @@ class Chat:
             files.write(path, views.render(trace))
         else:
             trace.save(path)
-        self.writer.line(f"wrote {name}")
+        self.writer.write_line(f"wrote {name}")
 
     def _model(self, _: str) -> None:
-        self.writer.line(repr(self.speculator).strip("<>"))
+        self.writer.write_line(repr(self.speculator).strip("<>"))
 
     def _colour(self, _: str) -> None:
         self.writer.colour = not self.writer.colour
-        self.writer.line(f"colours are {'on' if self.writer.colour else 'off'}")
+        self.writer.write_line(f"colours are {'on' if self.writer.colour else 'off'}")
 
     def _quit(self, _: str) -> None:
         self.ended = True
@@ -260,7 +260,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Chat, str], None]]] = {
 # --- readers of turns: each returns the next one, stripped, or None at the end
 
 
-def _line() -> str | None:
+def _read_line() -> str | None:
     """Read a line of standard input that is not a terminal."""
     try:
         line = sys.stdin.readline(base.MOST_PROMPT_BYTES)
@@ -342,7 +342,7 @@ def _history() -> History:
 
 
 @contextmanager
-def _unseen_keys() -> Iterator[None]:
+def _hide_keys() -> Iterator[None]:
     """Keep what is typed meanwhile for the next turn, without showing it on the terminal."""
     if os.name == "nt" or not sys.stdin.isatty():  # Windows does not show it anyway
         yield
@@ -388,7 +388,7 @@ class Writer:
     def colour(self, wanted: bool) -> None:
         self._console.no_color = not wanted
 
-    def piece(self, text: str, giver: Giver) -> None:
+    def write(self, text: str, giver: Giver) -> None:
         """Write some text; a word at its end waits until it is complete."""
         if not self._console.is_terminal:
             base.emit(text)
@@ -407,15 +407,15 @@ class Writer:
                 for chunk in part if wide else [part]:
                     if wide:
                         self._end_word()
-                    self._word.append(_still(chunk), style)
+                    self._word.append(_escape(chunk), style)
             if self._word.cell_len >= self._console.width:
                 self._end_word()
 
-    def end(self, more: str = "\n") -> None:
+    def end(self, ending: str = "\n") -> None:
         self._end_word()
-        self._new_line(more)
+        self._new_line(ending)
 
-    def line(self, text: str, style: str = "") -> None:
+    def write_line(self, text: str, style: str = "") -> None:
         from rich.text import Text
 
         self._console.print(Text(text, style), soft_wrap=not self._console.is_terminal)
@@ -436,6 +436,6 @@ class Writer:
         self._column, self._gap = 0, ""
 
 
-def _still(text: str) -> str:
+def _escape(text: str) -> str:
     """Escape control characters, which could move the cursor."""
     return "".join(c if unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text)

@@ -48,7 +48,7 @@ _FLAGS = (
 def generate(prompt: base.Prompt = None, *, as_json: base.AsJson = False, args: base.Given) -> None:
     """Answer a prompt, or a file of prompts. Drafts change no token."""
     raw, system = args.get("raw", False), args.get("system")
-    options = base.answering(args) | {"raw": raw}
+    options = base.answer_options(args) | {"raw": raw}
     if {"prompts", "output"} & args.names:
         if prompt is not None or "file" in args:
             raise InvalidOption("--prompts and another prompt at once. Leave one of them out")
@@ -80,7 +80,7 @@ def generate(prompt: base.Prompt = None, *, as_json: base.AsJson = False, args: 
         answer = stream.result
         base.say_if_cut(answer, args)
     if "stats" in args:
-        base.aside(base.statistics(answer, args["stats"]))
+        base.to_stderr(base.statistics(answer, args["stats"]))
 
 
 def _facts(answer: Generation | SelfspecError) -> dict[str, Any]:
@@ -106,18 +106,18 @@ def answer_all(args: base.Given, options: dict[str, Any], *, more: bool) -> str:
         raise InvalidOption("--json and --stats: each line of --output has both. Leave them out")
     output, overwrite = base.check_file(args, args["output"]), args.get("overwrite", False)
     limits = {"most": args.get("concurrency", 32), "kv_memory": base.kv_memory(args)}
-    prompts = _read(Path(args["prompts"]), args.get("system"), raw=options["raw"])
+    prompts = _read_prompts(Path(args["prompts"]), args.get("system"), raw=options["raw"])
     base.check_template(args)
     with files.locked(output):
         files.check_file(output, overwrite=overwrite)  # another run may have written it meanwhile
         partial = output.with_name(f"{output.name}.partial")
-        inputs = {"prompts": prompts, **base.picked(args, SHARED), **options}
+        inputs = {"prompts": prompts, **base.pick(args, SHARED), **options}
         mark = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
         record, read = _MADE_BY | {"asked": mark}, lambda line: (int(line["index"]), line)
         lines: dict[int, Any] = dict(resume(partial, record, read, overwrite=overwrite))
         speculator = base.load(args)
         numbers = [number for number in range(len(prompts)) if number not in lines]
-        seed, start, old_count = options.pop("seed", None), time.perf_counter(), _tokens(lines)
+        seed, start, old_count = options.pop("seed", None), time.perf_counter(), _num_tokens(lines)
         answers = speculator.generate_each(
             (prompts[number] for number in numbers),
             seeds=None if seed is None else (seed + number for number in numbers),
@@ -142,16 +142,16 @@ def answer_all(args: base.Given, options: dict[str, Any], *, more: bool) -> str:
         partial.unlink()
     errors = [line["error"] for line in sorted_lines if "error" in line]
     failures = f", without an answer: {len(errors)}; the first: {errors[0]}" if errors else ""
-    count, tokens = counted(len(sorted_lines) - len(errors), "answer"), _tokens(lines)
+    count, tokens = counted(len(sorted_lines) - len(errors), "answer"), _num_tokens(lines)
     speed = f" ({rate((tokens - old_count) / seconds)} with prompts)" if tokens > old_count else ""
     return f"{output}: {count}, {counted(tokens, 'token')}{speed}{failures}\n"
 
 
-def _tokens(lines: Mapping[int, Any]) -> int:
+def _num_tokens(lines: Mapping[int, Any]) -> int:
     return sum(len(line.get("token_ids", ())) for line in lines.values())
 
 
-def _read(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
+def _read_prompts(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
     prompts: list[Messages] = []
     for number, text in files.json_lines(path, base.MOST_PROMPT_BYTES):
         place = f"{path}, line {number}"
@@ -191,10 +191,10 @@ def demo(
     """
     from selfspec.model.weights import TEAM
 
-    count = base.answering(args).get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+    count = base.answer_options(args).get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
     text, raw = base.read_prompt(prompt), args.get("raw", False)
     base.check_template(args, "demo")
-    speculator = base.load({"dtype": "float32"} | args, compared=True)
+    speculator = base.load({"dtype": "float32"} | args, runs_model=True)
     (hf_tokens, hf_s), (tokens, seconds) = race(speculator, text, count, raw=raw)
     if TEAM.crowded:
         base.note("other programs keep this machine busy: compare again when it is idle")
@@ -226,12 +226,12 @@ def race(
 
     ids = encode(speculator.tokenizer, text, raw=raw).to(speculator.backbone.device)
     runs = []
-    for title, write in (("Hugging Face generate", theirs), ("selfspec", ours)):
+    for title, write in (("Hugging Face generate", stream_hf), ("selfspec", stream_selfspec)):
         write(speculator, ids, _WARM_UP_TOKENS, lambda *_: None)
         base.emit(f"{title}:\n")
         writer = Writer(speculator.backbone.num_layers)
         start = time.perf_counter()
-        tokens = write(speculator, ids, count, writer.piece)
+        tokens = write(speculator, ids, count, writer.write)
         seconds = time.perf_counter() - start
         writer.end(f"\n({seconds:.1f} s)\n\n")
         runs.append((tokens, seconds))
@@ -241,7 +241,7 @@ def race(
 Show = Callable[[str, Giver], None]  # called with text and its giver
 
 
-def theirs(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[int]:
+def stream_hf(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[int]:
     from transformers import TextStreamer
 
     class Shown(TextStreamer):
@@ -253,7 +253,7 @@ def theirs(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[
     return METHODS["hugging-face"].decode(speculator, ids, count, {}, streamer).token_ids
 
 
-def ours(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[int]:
+def stream_selfspec(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[int]:
     stream = speculator.stream(ids, max_new_tokens=count, do_sample=False)
     for piece in stream:
         show(piece, stream.giver)
@@ -264,7 +264,7 @@ def ours(speculator: Speculator, ids: Tensor, count: int, show: Show) -> list[in
 
 _USUAL = ("host", "port", "concurrency", "timeout")  # flags that --help lists
 SERVING = (
-    *base.grouped("Server", _USUAL, *base.option_flags(ServeOptions)),
+    *base.group_flags("Server", _USUAL, *base.option_flags(ServeOptions)),
     Flag("api_key_file", str, "File of API keys, one per line, besides SELFSPEC_API_KEY."),
     base.KV_MEMORY,
     *LOADING,
@@ -291,7 +291,7 @@ def serve(*, args: Args) -> None:
     check_packages("a server", "fastapi", "uvicorn", "prometheus_client", extra="serve")
     from selfspec.serve.gate import Server, bind_socket
 
-    def ready(address: str) -> None:
+    def announce(address: str) -> None:
         count = f", {options.replicas} copies," if options.replicas > 1 else ""
         base.note(f"{label}{count} at {address}/v1, a page at {address}. Ctrl-C stops it.")
 
@@ -304,12 +304,12 @@ def serve(*, args: Args) -> None:
 
             label = speculator.label
             app = make_app(Writer(speculator, options, kv_memory), keys)
-            Server(app, options, ready).run(sockets=[socket])
+            Server(app, options, announce).run(sockets=[socket])
             return
         check_packages("more than one copy", "ray", extra="ray")
         from selfspec.serve.replicas import copies, make_front
 
-        loading = base.picked(args, (*LOADING, *SPECULATION))
+        loading = base.pick(args, (*LOADING, *SPECULATION))
         with copies(loading, options, kv_memory) as handle:
             label = handle.label.remote().result()
-            Server(make_front(handle, options, keys), options, ready).run(sockets=[socket])
+            Server(make_front(handle, options, keys), options, announce).run(sockets=[socket])

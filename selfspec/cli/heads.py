@@ -56,7 +56,7 @@ def list_command(*, as_json: AsJson = False) -> None:
     for row in rows:
         *cells, size = map(base.words, row.values())
         grid.add_row(*cells, f"{int(size) / 1e6:.1f}")
-    base.emit(base.rendered(grid))
+    base.emit(base.table_text(grid))
 
 
 @app.command()
@@ -86,12 +86,12 @@ def check(
 ) -> None:
     """Check heads: files complete, card up to date, fit for the model. Exit code 1 if not."""
     path = hub.resolve_heads(folder)
-    from selfspec.api import speculator as generate  # imports torch
+    from selfspec.api import speculator as api  # imports torch
 
     # heads that others publish have no card of ours
-    problems = [] if attends(path) and not is_heads_folder(path) else incomplete(path)
+    problems = [] if attends(path) and not is_heads_folder(path) else folder_problems(path)
     try:
-        speculator = generate.load(model, heads=path, costs="row=0")  # nothing is measured
+        speculator = api.load(model, heads=path, costs="row=0")  # nothing is measured
     except (InvalidHeads, HeadsMismatch, InvalidOption) as error:
         hint = "" if model or not isinstance(error, HeadsMismatch) else " (--model names another)"
         problems.append(f"{error}{hint}")
@@ -185,7 +185,7 @@ def push(
         problem = f"{name!r} is no hub id, expected OWNER/NAME"
         raise InvalidOption(f"{problem}. To keep heads on this machine, copy the folder")
     path = hub.resolve_heads(folder)
-    if problems := incomplete(path):
+    if problems := folder_problems(path):
         raise InvalidHeads(f"{path} is not complete: {problems[0]}. See: selfspec heads check")
     from selfspec.training import records
 
@@ -196,7 +196,7 @@ def push(
     base.emit(f"{address}\n")
 
 
-def incomplete(folder: Path) -> list[str]:
+def folder_problems(folder: Path) -> list[str]:
     """Problems of a folder of fitted heads, in words: missing files or an outdated card."""
     from selfspec.training import records
 

@@ -68,7 +68,7 @@ def _interrupted() -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    args = ordered(arguments)
+    args = reorder(arguments)
     try:
         code = int(app()(args=args, prog_name="selfspec", standalone_mode=False) or 0)
     except KeyboardInterrupt:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         closed = isinstance(error.__context__, OSError)
         return PIPE_CLOSED if closed else int(error.code or 0)
     except Exception as error:  # noqa: BLE001  # top level: every error becomes one line
-        code = _explained(error, args)
+        code = _report_error(error, args)
     return _interrupted() if code == INTERRUPTED else code
 
 
@@ -108,7 +108,7 @@ def app() -> typer.Typer:
 _ANYWHERE = ("-q", "--quiet", "-v", "--verbose", "--debug")
 
 
-def ordered(arguments: Sequence[str]) -> list[str]:
+def reorder(arguments: Sequence[str]) -> list[str]:
     """Reorder arguments for typer: those that may appear anywhere come first.
 
     A bare `--stats` does not consume the next word, which may be the prompt.
@@ -123,7 +123,7 @@ def ordered(arguments: Sequence[str]) -> list[str]:
 # --- errors
 
 
-def _explained(error: Exception, args: Sequence[str]) -> int:
+def _report_error(error: Exception, args: Sequence[str]) -> int:
     """Print an error on one line; return its exit code. `args`: the command, in typer's order."""
     import traceback
 
@@ -136,7 +136,7 @@ def _explained(error: Exception, args: Sequence[str]) -> int:
         return INTERRUPTED
     trace = "".join(traceback.format_exception(error))
     if "--debug" in itertools.takewhile(_ANYWHERE.__contains__, args):
-        base.aside(trace.rstrip())
+        base.to_stderr(trace.rstrip())
     if isinstance(error, typer.TyperException):
         base.complain(error.format_message() + _hints(error, args))
         return error.exit_code
@@ -144,8 +144,8 @@ def _explained(error: Exception, args: Sequence[str]) -> int:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             # buffered output goes to devnull: writing it would fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    message = base.refused(error)
-    base.complain(base.bug(error, args, trace) if message is None else message)
+    message = base.error_message(error)
+    base.complain(base.report_bug(error, args, trace) if message is None else message)
     return BUG if message is None else 2
 
 

@@ -67,7 +67,7 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, args: bas
     with contextlib.ExitStack() as stack:
         for path in targets.values():
             stack.enter_context(files.locked(path))
-        layer_trace = _looked(prompt, args)
+        layer_trace = _layer_trace(prompt, args)
         from selfspec.visualise.views import render, show
 
         if "output" in targets:
@@ -90,7 +90,7 @@ def trace(prompt: base.Prompt = None, *, as_json: base.AsJson = False, args: bas
 
 def _check_targets(args: Args) -> dict[str, Path]:
     targets: dict[str, Path] = {}
-    for name, file in sorted(base.picked(args, _TARGETS).items()):
+    for name, file in sorted(base.pick(args, _TARGETS).items()):
         path = base.check_file(args, file)
         suffix = {"card": ".png", "html": ".html"}.get(name, path.suffix)
         if path.suffix != suffix:
@@ -103,13 +103,13 @@ def _check_targets(args: Args) -> dict[str, Path]:
     return targets
 
 
-def _looked(prompt: str | None, args: base.Given) -> LayerTrace:
+def _layer_trace(prompt: str | None, args: base.Given) -> LayerTrace:
     """Decode and look at each layer, or load a saved trace."""
     if args.get("source") is not None:
         from selfspec.visualise.layers import LayerTrace
 
         return LayerTrace.load(Path(args["source"]))
-    options = base.answering(args) | {"raw": args.get("raw", False)}
+    options = base.answer_options(args) | {"raw": args.get("raw", False)}
     text = base.read_prompt(prompt, raw=options["raw"])
     base.check_template(args, "trace")
     speculator = base.load(args)
@@ -144,17 +144,17 @@ def tune(*, as_json: base.AsJson = False, args: Args) -> None:
     Answers are timed, so nothing else should run meanwhile.
     """
     from selfspec.api import tuned
-    from selfspec.eval import tune as choosing
+    from selfspec.eval import tune as tuning
 
     if args.get("forget", False) and (as_json or args.get("dry_run", False)):
         raise InvalidOption("--forget removes files, without --json or --dry-run. Leave them out")
-    new_tokens = args.get("max_new_tokens", choosing.NEW_TOKENS)
+    new_tokens = args.get("max_new_tokens", tuning.NEW_TOKENS)
     if new_tokens < 2:
         raise InvalidOption(f"max_new_tokens is {new_tokens}, expected at least 2")
     questions = suite_of(args, _QUESTIONS)
     if len(questions) < 2:
         raise InvalidOption("one question cannot be held out. Use at least two: --limit 2")
-    speculator = base.load(base.picked(args, base.LOADING))
+    speculator = base.load(base.pick(args, base.LOADING))
     backbone, heads = speculator.backbone, speculator.heads
     if args.get("forget", False):
         lines = [f"removed {file}\n" for file in tuned.forget(backbone, heads)]
@@ -163,7 +163,7 @@ def tune(*, as_json: base.AsJson = False, args: Args) -> None:
         return
     prompts, objective = [one.turns[0] for one in questions], args.get("objective", "speed")
     with base.bar("tune", "questions") as show:
-        choice = choosing.tune(speculator, prompts, show, objective, new_tokens)
+        choice = tuning.tune(speculator, prompts, show, objective, new_tokens)
     fields, file = asdict(choice), None
     if not args.get("dry_run", False):
         file = tuned.write(backbone, heads, choice.options, fields)
@@ -201,7 +201,7 @@ _USUAL = ("suite", "limit", "max_new_tokens", "repeats")  # flags that --help li
     ),
     Flag("concurrency", tuple[int, ...], "Measure this many answers at once instead: 1,8,32."),
     Flag("overwrite", bool, "Start over and replace results in the output."),
-    *base.grouped("Prompts", _USUAL, *base.option_flags(results.BenchOptions)),
+    *base.group_flags("Prompts", _USUAL, *base.option_flags(results.BenchOptions)),
     *base.LOADING,
     *base.SPECULATION,
 )
@@ -225,7 +225,7 @@ def bench(*, as_json: base.AsJson = False, args: base.Given) -> None:
     folder = report.check_results(args["output"], overwrite=overwrite, reads=base.inputs(args))
     suite = results.load_suite(options.suite, options.questions)
     costs = {} if overwrite else report.costs_of(folder / report.RUN)
-    speculator = base.load(costs | args, compared=True)
+    speculator = base.load(costs | args, runs_model=True)
     names = args.get("methods", _METHODS if speculator.heads else _NO_HEADS)
     grid, moves = candidates(speculator, names), swept(speculator, sweep)
     own_text = any(entry.may_differ for entries in (*grid.values(), moves) for entry in entries)
@@ -248,7 +248,7 @@ def bench(*, as_json: base.AsJson = False, args: base.Given) -> None:
     text = f"{report.verdict(summary)}\nTables: {folder / 'table.md'}\n{report.rates(summary)}\n"
     base.emit(json.dumps(summary) + "\n" if as_json else text)
     if failures := summary["failures"]:
-        base.aside("".join(f"failed: {line}\n" for line in failures).rstrip())
+        base.to_stderr("".join(f"failed: {line}\n" for line in failures).rstrip())
         raise typer.Exit(1)
 
 
@@ -303,7 +303,7 @@ def _concurrency(args: base.Given, options: results.BenchOptions, *, as_json: bo
     overwrite, parse = args.get("overwrite", False), lambda line: concurrency.Load(**line)
     partial, total = folder / "concurrency.jsonl", len(texts) * len(names) * options.repeats
     costs = {} if overwrite else report.costs_of(partial)
-    speculator = base.load(costs | args, compared=True)
+    speculator = base.load(costs | args, runs_model=True)
     record = _record(args, names, options, speculator, (suite, []))
     summary: dict[str, Any] = {"made_by": "selfspec bench", **record, "texts": list(texts)}
     with files.locked(folder), base.bar("concurrency", "measurements") as show:
@@ -362,9 +362,9 @@ def verify(*, as_json: base.AsJson = False, args: Args) -> None:
     """
     from selfspec.eval import verify as ladder
 
-    new_tokens = base.answering(args).get("max_new_tokens", _NEW_TOKENS)
+    new_tokens = base.answer_options(args).get("max_new_tokens", _NEW_TOKENS)
     questions = suite_of(args, _PROMPTS)
-    speculator = base.load(args, compared=True)
+    speculator = base.load(args, runs_model=True)
     subject = ladder.Subject(
         speculator=speculator,
         cases=ladder.cases_of(speculator, questions, new_tokens),

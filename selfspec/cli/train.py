@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from selfspec.training.text import Conversation, Counts
 
 _FROZEN = ("model", "dtype", "device", "chat_template")
-MODEL = base.grouped(
+MODEL = base.group_flags(
     "Model",
     _FROZEN,
     *(flag for flag in base.LOADING if flag.name in _FROZEN),
@@ -91,7 +91,7 @@ def _check(args: Args, *, shares: bool = False) -> None:
             raise InvalidOption(
                 f"{name} is {shown(args[name])}, half a character. Give another one"
             )
-    base.check_model(base.picked(args, MODEL))
+    base.check_model(base.pick(args, MODEL))
     for name in args.keys() & {"data", "validation", "source", "questions"}:
         text.check_source(args[name])
 
@@ -123,8 +123,8 @@ def _load(
     return Base(backbone, tokenizer, args.get("base_model", source.label), template)
 
 
-def _load_like(args: Args, model: Base, *, writes: bool = False) -> Callable[[], Base]:
-    flags = base.picked(args, MODEL) | {"dtype": str(model.backbone.dtype).removeprefix("torch.")}
+def _loader_like(args: Args, model: Base, *, writes: bool = False) -> Callable[[], Base]:
+    flags = base.pick(args, MODEL) | {"dtype": str(model.backbone.dtype).removeprefix("torch.")}
     keywords = {"template": model.chat_template, "expected": model.backbone.fingerprint}
     return partial(_load, flags, writes=writes, **keywords)
 
@@ -133,12 +133,12 @@ def _chat_template(args: Args) -> str | None:
     """The text of the chosen template, else that of heads, data or cache; notes if they differ."""
     from selfspec.training.features import Manifest
 
-    def of_heads(name: str) -> Any:
+    def heads_template(name: str) -> Any:
         return folders.read_config(hub.resolve_heads(name)).get("chat_template")
 
     chosen = templates.read(args["chat_template"]) if "chat_template" in args else None
     for flag, template_in in (
-        *(("heads", of_heads), ("start_from", of_heads), ("data", text.template_of)),
+        *(("heads", heads_template), ("start_from", heads_template), ("data", text.template_of)),
         ("cache", lambda name: Manifest.read(name).chat_template),
     ):
         template = template_in(args[flag]) if flag in args else None
@@ -149,13 +149,13 @@ def _chat_template(args: Args) -> str | None:
     return chosen
 
 
-def writing(output: str | Path) -> AbstractContextManager[None]:
+def lock_output(output: str | Path) -> AbstractContextManager[None]:
     """Lock `output` for this command, in its first process only; a URL is not locked."""
     locks = base.is_first() and not files.is_url(output)
     return files.locked(Path(output).absolute()) if locks else nullcontext()
 
 
-def _workers(args: Args) -> int:
+def _worker_count(args: Args) -> int:
     count: int = args.get("workers", 1)
     if count > 1:
         check_packages("more than one worker", "ray", extra="ray")
@@ -176,20 +176,20 @@ def _read(
     )
 
 
-def _require_features(found: FeatureSpec, needed: FeatureSpec) -> None:
-    if missing := sorted(set(needed.layers) - set(found.layers)):
-        reason = f"the cache holds exit layers {list(found.layers)}, not {missing}"
+def _require_features(spec: FeatureSpec, needed: FeatureSpec) -> None:
+    if missing := sorted(set(needed.layers) - set(spec.layers)):
+        reason = f"the cache holds exit layers {list(spec.layers)}, not {missing}"
         raise InvalidOption(f"{reason}. Choose among them, or cache again with --exit-layers")
-    if needed.everywhere and not found.everywhere:
+    if needed.everywhere and not spec.everywhere:
         advice = "Fit with --answer-share 1, or cache again without --answers-only"
         raise InvalidOption(f"the cache holds answers alone. {advice}")
-    if needed.top_k > 1 == found.top_k:
+    if needed.top_k > 1 == spec.top_k:
         advice = "Fit with --ce-share 1, or cache again with --top-k"
         raise InvalidOption(f"the cache holds the likeliest token alone. {advice}")
-    if needed.deep and not found.deep:
+    if needed.deep and not spec.deep:
         raise InvalidOption("the cache holds no deep states. Cache again with --deep")
-    if needed.states != found.states[: len(needed.states)]:
-        reason = f"the cache holds states of layers {list(found.states)}, not {list(needed.states)}"
+    if needed.states != spec.states[: len(needed.states)]:
+        reason = f"the cache holds states of layers {list(spec.states)}, not {list(needed.states)}"
         raise InvalidOption(f"{reason}. Cache again with --state-layers")
 
 
@@ -217,11 +217,11 @@ def adapt(*, args: Given) -> None:
         seconds_of(args["budget"])
     base.check_template(args, "adapt")
     options = {name: value for name, value in args.items() if name != "config"}
-    from selfspec.adaptation import adapt as made
+    from selfspec.adaptation import adapt as run_adaptation
 
     with base.bar("adapt", "s") as bar:
         options["show"] = lambda done, total, words: bar(int(done), int(total), words)
-        report = made(options.pop("model", None), **options)
+        report = run_adaptation(options.pop("model", None), **options)
     base.emit(report.markdown())
 
 
@@ -257,7 +257,7 @@ def data(*, args: Given) -> None:
     """
     options = options_of(DataOptions, args)
     base.require(args, "output")
-    if _workers(args) > 1 and "endpoint" in args:
+    if _worker_count(args) > 1 and "endpoint" in args:
         raise InvalidOption("workers with endpoint: a server needs no workers. Drop one")
     if "source" in args:
         ignored = {"recipe", "passages", "questions", "raw"}
@@ -268,7 +268,7 @@ def data(*, args: Given) -> None:
     if not args.keys() & {"endpoint", "source"}:
         base.check_template(args, "data")
     text.check_output(args["output"], base.inputs(args))
-    with writing(args["output"]):
+    with lock_output(args["output"]):
         counts = _write_data(args, options)
     if not counts.total("rows"):
         raise InvalidData(f"{args['output']} holds no conversation. Dropped: {counts.dropped()}")
@@ -319,7 +319,7 @@ def _write_data(args: Args, options: DataOptions) -> Counts:
             if workers > 1:
                 from selfspec import cluster
 
-                load = _load_like(args, model, writes=True)
+                load = _loader_like(args, model, writes=True)
                 del author, model  # the workers have their own
 
                 def make() -> Callable[[Any], Proposal]:
@@ -400,13 +400,13 @@ def cache(*, args: Args) -> None:
     The same command continues a killed run.
     """
     base.require(args, "data", "output")
-    workers = _workers(args)
+    workers = _worker_count(args)
     _check(args)
     options = options_of(CacheOptions, args)
     from selfspec.training import features as store
 
     store.check_output(args["output"], base.inputs(args))
-    with writing(args["output"]):
+    with lock_output(args["output"]):
         _write_features(args, options, workers)
     base.say_next("fit", args, "--cache", args["output"], "--output", "heads")
 
@@ -450,7 +450,7 @@ def _write_features(args: Args, options: CacheOptions, workers: int) -> None:
         if workers > 1:
             from selfspec import cluster
 
-            load, main_memory = _load_like(args, model), torch.device("cpu")
+            load, main_memory = _loader_like(args, model), torch.device("cpu")
 
             def make() -> Callable[[list[Conversation]], Features]:
                 replica = load().backbone
@@ -483,7 +483,7 @@ def datastore(*, args: Args) -> None:
     base.require(args, "output", *(() if "texts" in args else ("data",)))
     _check(args)
     output = base.check_file(args, args["output"])
-    with writing(output):
+    with lock_output(output):
         from selfspec.decoding.drafters.rest import Datastore
 
         model = _load(args)
@@ -543,7 +543,7 @@ def fit(*, args: Given) -> None:
     from selfspec.training import records
 
     output = Path(args["output"])
-    with writing(output):
+    with lock_output(output):
         _check_heads_output(args)  # another fit may have written it meanwhile
         state = output / hub.CHECKPOINT
         if args.get("overwrite"):
@@ -564,10 +564,10 @@ def fit(*, args: Given) -> None:
             records.write(output, fitted, run)
             folders.remember(output)
             state.unlink(missing_ok=True)
-            _say_fitted(fitted, model, args)
+            _say_results(fitted, model, args)
 
 
-def _say_fitted(fitted: Fitted, model: Base, args: Args) -> None:
+def _say_results(fitted: Fitted, model: Base, args: Args) -> None:
     for layer, shares in fitted.metrics["layers"].items():
         second = shares["agreement_second"]
         suffix = "" if second is None else f"  second draft {second:.1%}"
@@ -604,7 +604,7 @@ def _job(args: Args, options: FitOptions, model: Base, checkpoint: Path) -> Job:
     backbone, tokenizer = model.backbone, model.tokenizer
     limits, validation, start = options_of(CacheOptions, args), args.get("validation"), None
 
-    def streamed(
+    def selection(
         talks: list[Conversation], *, measured: bool = True, keep: bool = True
     ) -> Selection:
         spec = fit.feature_spec(backbone, options, measured=measured)
@@ -630,10 +630,10 @@ def _job(args: Args, options: FitOptions, model: Base, checkpoint: Path) -> Job:
         data = Path(args["data"]).name
         talks = _read(args["data"], model, args, limits.batch_tokens, limits.max_tokens)
         talks, others = (talks, talks) if validation else text.split(talks)
-        train = streamed(talks, measured=False, keep=args.get("keep_features", False))
-        held_out = streamed(others)
+        train = selection(talks, measured=False, keep=args.get("keep_features", False))
+        held_out = selection(others)
     if validation:
-        held_out = streamed(_read(validation, model, args, limits.batch_tokens))
+        held_out = selection(_read(validation, model, args, limits.batch_tokens))
     return fit.Job(
         backbone=backbone,
         base_model=model.name,
@@ -685,7 +685,7 @@ def calibrate(*, as_json: base.AsJson = False, args: Given) -> None:
     if output is not None:
         names = {folders.CONFIG_FILE, "calibration.json"}
         files.check_folder(output, names, folders.is_heads_folder, overwrite=True)
-    with nullcontext() if output is None else writing(output):
+    with nullcontext() if output is None else lock_output(output):
         if heads is None or entropy:
             record, summary = _calibrate_entropy(args, output)
         else:
@@ -752,27 +752,27 @@ def _calibrate_entropy(args: Args, output: Path | None) -> Found:
     )
 
 
-def calibration_words(found: Calibration) -> str:
+def calibration_words(results: Calibration) -> str:
     from rich.table import Table
 
     columns = ("layer", "agreement", "2nd draft", "ECE", "T", "ECE at T")
     grid = Table(*columns, box=None, pad_edge=False)
-    for layer, figures in found.layers.items():
+    for layer, figures in results.layers.items():
         second = "" if figures.agreement_second is None else f"{figures.agreement_second:.1%}"
         cells = f"{figures.ece_before:.3f}", f"{figures.temperature:.2f}", f"{figures.ece:.3f}"
         grid.add_row(str(layer), f"{figures.agreement:.1%}", second, *cells)
-    setting = found.setting
+    setting = results.setting
     message = (
-        f"{found.positions:,} held-out positions; heads can draft {found.coverage:.1%} of the "
-        f"model's tokens\n\n{base.rendered(grid)}\n"
+        f"{results.positions:,} held-out positions; heads can draft {results.coverage:.1%} of the "
+        f"model's tokens\n\n{base.table_text(grid)}\n"
         f"exit layers {list(setting.exit_layers)}, thresholds {list(setting.exit_threshold)}, "
         f"at most {setting.max_draft_tokens} draft tokens\n"
         f"expected: {setting.compression_rate:.2f} tokens per verification, "
         f"{setting.speed_up:.2f} x plain decoding\n"
     )
-    if found.drafter != FITTED:
+    if results.drafter != FITTED:
         message += (
             "This is not faster, so these heads do not draft by default: their default is "
-            f"--drafter {found.drafter}, {_INSTEAD[found.drafter]}\n"
+            f"--drafter {results.drafter}, {_INSTEAD[results.drafter]}\n"
         )
     return message

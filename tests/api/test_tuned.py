@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from selfspec.api import tuned
 from selfspec.api.speculator import wrap
-from selfspec.cli.base import SPECULATION, merged
+from selfspec.cli.base import SPECULATION, merge_options
 from selfspec.config import SpeculationOptions
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.hub.models import load_model
@@ -101,7 +101,7 @@ def test_each_setting_comes_from_the_first_source_that_has_it(
     tuned.write(backbone, heads, settings, {})
     (tmp_path / "run.yaml").write_text("drafter: exit:max_tokens=4,anneal_strength=0\n")
     flags = {"drafter": "exit:max_tokens=5"}
-    keywords = merged(tmp_path / "run.yaml", flags, SPECULATION)
+    keywords = merge_options(tmp_path / "run.yaml", flags, SPECULATION)
     options = wrap(model, heads=heads, **keywords).options
     assert options.drafter == "exit"
     assert options.exit == Exit(layers=(4,), threshold=0.8, anneal_strength=0.0, max_tokens=5)

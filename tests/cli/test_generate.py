@@ -224,9 +224,9 @@ def test_demo_says_whether_texts_are_the_same(call: Call, monkeypatch: pytest.Mo
     numbers = re.sub(r"[\d.]+", "N", verdict)
     assert numbers.startswith("Hugging Face N tokens/s, selfspec N tokens/s: ")
     assert verdict.endswith("; same text: yes\n")
-    real = generate.theirs
+    real = generate.stream_hf
     monkeypatch.setattr(
-        generate, "theirs", lambda *args: [*(found := real(*args))[:3], found[3] + 1, *found[4:]]
+        generate, "stream_hf", lambda *args: [*(found := real(*args))[:3], found[3] + 1, *found[4:]]
     )
     assert "same text: no, token 4 differs" in call(demo, 1).out
     assert "max_new_tokens is 0, expected" in call([*demo[:2], "--max-new-tokens", "0"], 2).err

@@ -102,7 +102,7 @@ def test_check_says_ok_or_fails_with_the_reason(
         return FakeSpeculator()
 
     monkeypatch.setattr(facade, "load", load)
-    monkeypatch.setattr("selfspec.cli.heads.incomplete", lambda _: ["cut off"] * (code == 1))
+    monkeypatch.setattr("selfspec.cli.heads.folder_problems", lambda _: ["cut off"] * (code == 1))
     reasons = dict.fromkeys(["cut off", str(error)])  # each said once
     lines = ["OK: toy fit fake\n", "".join(f"failed: {reason}\n" for reason in reasons), ""][code]
     output = call(["heads", "check", "toy", "--model", "m"], code)

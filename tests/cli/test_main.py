@@ -19,8 +19,8 @@ import typer
 from selfspec import cli
 from selfspec.api import speculator as facade
 from selfspec.cli import base
-from selfspec.cli.base import SHARED, merged
-from selfspec.cli.main import BUG, INTERRUPTED, PIPE_CLOSED, app, main, ordered
+from selfspec.cli.base import SHARED, merge_options
+from selfspec.cli.main import BUG, INTERRUPTED, PIPE_CLOSED, app, main, reorder
 from selfspec.config import SpeculationOptions
 from selfspec.errors import ModelNotFound
 from selfspec.model import backbone
@@ -91,8 +91,8 @@ def test_the_log_goes_to_stderr_and_quiet_and_verbose_may_stand_anywhere(capsys:
         asides = ["next: selfspec fit"] * ("notice" in levels) + ["selfspec: error: wrong"]
         assert lines == [*(f"selfspec: {level}" for level in levels), *asides]
     words = ["lm-eval", "run", "--verbose", "-q"]  # lm-eval's own flags, which stay in place
-    assert ordered(words) == words
-    assert ordered(["-v", *words]) == ["-v", *words]
+    assert reorder(words) == words
+    assert reorder(["-v", *words]) == ["-v", *words]
 
 
 # --- in a process
@@ -302,13 +302,13 @@ def test_each_setting_of_an_option_comes_from_its_flag_or_the_file(tmp_path: Pat
         "acceptance": "easd:tokens=3",
         "costs": "row=0.3",
     }
-    options = SpeculationOptions().updated(merged(file, flags, SHARED))
+    options = SpeculationOptions().updated(merge_options(file, flags, SHARED))
     assert options.drafter == "ngram+exit"
     assert options.exit == Exit(layers=(4, 8), threshold=0.5, max_tokens=2)
     assert options.controller == GammaTune(rate=0.5, step=1.0)
     assert options.acceptance == Easd(tokens=3)
     assert options.costs == Costs(row=0.3, head=0.2)
-    values = merged(config(tmp_path, "drafter: {exit: {layers: 4}}"), {}, SHARED)
+    values = merge_options(config(tmp_path, "drafter: {exit: {layers: 4}}"), {}, SHARED)
     assert SpeculationOptions().updated(values).exit == Exit(layers=(4,))
 
 

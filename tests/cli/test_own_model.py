@@ -26,7 +26,7 @@ from transformers import dynamic_module_utils as modules
 from selfspec.api import chat_template as templates
 from selfspec.api import speculator as facade
 from selfspec.api.speculator import load, wrap
-from selfspec.cli.heads import incomplete
+from selfspec.cli.heads import folder_problems
 from selfspec.cli.main import main
 from selfspec.errors import HeadsMismatch, HeadsNotFound
 from selfspec.heads.exit_heads import HeadsConfig
@@ -226,7 +226,7 @@ def test_pushed_heads_have_a_card_and_no_path_of_this_machine(
     assert 'custom_generate="me/own", trust_remote_code=True' in card
     assert not any(str(pushed.parents[3]) in text for text in texts.values())
     # pulled heads are complete despite the additions to the card, and bring no code
-    assert incomplete(pushed) == []
+    assert folder_problems(pushed) == []
     assert main(["heads", "pull", str(pushed)]) == 0
     assert not any(hub.pulled_heads().rglob("*.py"))
     monkeypatch.undo()
