@@ -111,7 +111,7 @@ class SpeculationOptions:
     @property
     def widths(self) -> dict[str, int]:
         """W_max of each drafter in use; lookahead has none, since it fits the room there is."""
-        return {part.kind: part.max_tokens for part in self._used if part.kind != "lookahead"}
+        return {part.kind: part.max_tokens for part in self._parts if part.kind != "lookahead"}
 
     @property
     def loss(self) -> str | None:
@@ -162,7 +162,7 @@ class SpeculationOptions:
             present = {kind: options.get(_field(kind)) or cls() for kind, cls in kinds.items()}
             if name != "drafter":
                 present[getattr(self, name).kind] = getattr(self, name)
-            choices = parts.parsed(name, values[name], kinds, present)
+            choices = parts.parse_parts(name, values[name], kinds, present)
             if name == "drafter":
                 changes[name] = "+".join(part.kind for part in choices)
                 changes |= {_field(part.kind): part for part in choices if part.kind != "none"}
@@ -176,7 +176,7 @@ class SpeculationOptions:
     def described(self) -> dict[str, Any]:
         """The keywords for these options, as text if they have settings, ready for JSON."""
         keywords = {name: getattr(self, name) for name in OPTION_NAMES} | {
-            "drafter": "+".join(map(parts.as_text, self._used)) or "none",
+            "drafter": "+".join(map(parts.as_text, self._parts)) or "none",
             "controller": parts.as_text(self.controller),
             # in full, since the heads' defaults apply to easd as text
             "acceptance": parts.as_text(self.acceptance, full=self.acceptance.kind == "easd"),
@@ -192,7 +192,7 @@ class SpeculationOptions:
         return {name: value for name, value in texts.items() if value != defaults.get(name)}
 
     @property
-    def _used(self) -> list[Any]:
+    def _parts(self) -> list[Any]:
         return [getattr(self, _field(kind)) for kind in self.drafter.split("+") if kind != "none"]
 
 
@@ -207,13 +207,13 @@ OPTION_NAMES = tuple(one.name for one in fields(SpeculationOptions) if one.name 
 """Keywords of `generate`, flags and keys of a YAML file. They also set the other fields."""
 
 
-def check(values: Mapping[str, Any], *, beside: Sequence[str] = ()) -> None:
+def check(values: Mapping[str, Any], *, other_names: Sequence[str] = ()) -> None:
     """Raise InvalidOption for unknown keywords and invalid values.
 
     For use before anything is loaded: checks that depend on the heads' defaults are left out. Names
-    in `beside` are also suggested for unknown ones.
+    in `other_names` are also suggested for unknown ones.
     """
-    check_keys(values, [*OPTION_NAMES, *beside], "option")
+    check_keys(values, [*OPTION_NAMES, *other_names], "option")
     override = {"pinned": None} if values.get("pinned") is True else {}
     SpeculationOptions().updated({**values, **override})
 
@@ -222,7 +222,7 @@ def check_request(values: Mapping[str, Any]) -> None:
     """Raise InvalidOption for drafts that cost more than a client of a server may request."""
     options = SpeculationOptions().updated(values)
     for name in (*_SETTINGS, "controller"):
-        parts.check_asked(getattr(options, name))
+        parts.check_part_request(getattr(options, name))
 
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -320,7 +320,7 @@ class Grammar(NamedTuple):
     text: str
 
 
-def wanted_grammar(options: Mapping[str, Any]) -> Grammar | None:
+def grammar_of(options: Mapping[str, Any]) -> Grammar | None:
     """The grammar that keywords of `generate` ask for. Raises InvalidOption."""
     schema, text = (options.get(name) for name in GRAMMAR_KEYWORDS)
     if schema is not None and text is not None:

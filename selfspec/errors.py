@@ -190,12 +190,12 @@ def _as_hinted(value: Any, hint: Any) -> Any:
 
 
 def require_same(
-    place: str | Path, begun_with: Mapping[str, Any], given: Mapping[str, Any], way_out: str
+    place: str | Path, old_options: Mapping[str, Any], new_options: Mapping[str, Any], way_out: str
 ) -> None:
     """Raise InvalidOption naming the first option that differs from the run begun at `place`."""
-    names = begun_with.keys() | given.keys()
+    names = old_options.keys() | new_options.keys()
     for name in sorted(names, key=lambda name: (name == "fingerprint", name)):  # last: least useful
-        old, new = begun_with.get(name), given.get(name)
+        old, new = old_options.get(name), new_options.get(name)
         if old != new:
             option = f"{name} {old}, not {new}"
             option = option if len(option) <= 100 else f"another {name}"

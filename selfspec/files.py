@@ -92,9 +92,9 @@ def is_url(name: object) -> bool:
     return "://" in str(name)
 
 
-def sha256(path: Path, begin: bytes = b"", size: int = sys.maxsize) -> str:
-    """The hash of `begin` and a file's first bytes. Raises InvalidData if it cannot be read."""
-    digest = hashlib.sha256(begin)
+def sha256(path: Path, prefix: bytes = b"", size: int = sys.maxsize) -> str:
+    """The hash of `prefix` and a file's first bytes. Raises InvalidData if it cannot be read."""
+    digest = hashlib.sha256(prefix)
     with open_bytes(path) as file:
         while block := file.read(min(1 << 20, size)):
             digest.update(block)
@@ -111,13 +111,13 @@ def check_file(path: str | Path, *, overwrite: bool = False, reads: Iterable[obj
     Raises CannotWrite if `path` cannot be a file, is a file that the command `reads` (other values
     there are ignored), was not written by selfspec, or exists and `overwrite` is False.
     """
-    path = _named(path)
+    path = _output_path(path)
     _refuse_special(path)
     if path.is_dir():
         raise CannotWrite(f"{path} is a folder. Name a file")
     refuse_inputs([path], reads)
     if path.exists():
-        if not written_here(path):
+        if not is_own_file(path):
             raise CannotWrite(f"{path} was not written by selfspec. Give another name")
         if not overwrite:
             raise CannotWrite(f"{path} is there already. Give --overwrite or another name")
@@ -138,7 +138,7 @@ def check_folder(
     `is_ours` tells whether selfspec made a folder that has some of these files. Raises CannotWrite
     as `check_file` does.
     """
-    folder = _named(folder)
+    folder = _output_path(folder)
     _refuse_special(folder)
     _require_writable(folder)
     paths = [folder / name for name in sorted(names)]
@@ -168,7 +168,7 @@ def refuse_inputs(outputs: Iterable[Path], reads: Iterable[object]) -> None:
                 raise CannotWrite(f"{reason}. Name another output")
 
 
-def written_here(path: Path) -> bool:
+def is_own_file(path: Path) -> bool:
     """Whether a file is empty or begins like a file that selfspec writes."""
     try:
         with path.open("rb") as file:
@@ -178,7 +178,7 @@ def written_here(path: Path) -> bool:
     return not start or _OURS.match(start) is not None
 
 
-def open_to_others(file: Path) -> Path | None:
+def unsafe_path(file: Path) -> Path | None:
     """The file or folder that lets users other than root replace or create `file`; None if none.
 
     Only we may write the file and its folder. Outer folders may be writable by our group, as with a
@@ -208,14 +208,14 @@ def write(path: Path, content: str | bytes) -> None:
 
 def append(path: Path, line: str) -> None:
     """Append a line and a line feed to a file, whole or not at all. Raises CannotWrite."""
-    with appended(path, f"{line}\n".encode()):
+    with appending(path, f"{line}\n".encode()):
         pass
 
 
 @contextmanager
-def appended(path: Path, data: bytes) -> Iterator[IO[bytes]]:
+def appending(path: Path, data: bytes) -> Iterator[IO[bytes]]:
     """Append `data` to a file; undo it if the disk or the block fails. Raises CannotWrite."""
-    with _explained(path):
+    with _explain_errors(path):
         _refuse_special(path)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
         with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:  # noqa: PTH123  # a descriptor
@@ -244,7 +244,7 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
         mode = 0o600 if private else _mode(path if path.exists() else file)
         yield file
         file.chmod(mode)
-        _to_disk(file)
+        _flush(file)
         file.replace(path)
 
 
@@ -260,7 +260,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         for file in (new, *new.rglob("*")):
             original = folder / file.relative_to(new)
             file.chmod(_mode(original) if original.exists() else modes[file.is_dir()])
-            _to_disk(file)
+            _flush(file)
         try:
             if folder.exists():
                 folder.rename(old)
@@ -282,7 +282,7 @@ def locked(output: Path, *, wait: bool = False) -> Iterator[None]:
     if output.is_dir() and not os.access(file.parent, os.W_OK):
         file = output / ".lock"
     lock = FileLock(file, timeout=-1 if wait else 0)
-    with _explained(output):
+    with _explain_errors(output):
         _refuse_special(output)
         file.parent.mkdir(parents=True, exist_ok=True)
         _refuse_special(file)
@@ -303,7 +303,7 @@ def locked(output: Path, *, wait: bool = False) -> Iterator[None]:
         lock.release()
 
 
-def _named(path: str | Path) -> Path:
+def _output_path(path: str | Path) -> Path:
     if "\0" in str(path):
         raise CannotWrite(f"the output's name {str(path)!r} holds a zero byte. Name another one")
     try:
@@ -336,7 +336,7 @@ def _require_writable(folder: Path) -> None:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explain_errors(path: Path) -> Iterator[None]:
     """Turn the system's error for a failed write into CannotWrite."""
     try:
         yield
@@ -357,7 +357,7 @@ def _room(path: Path) -> Iterator[Path]:
 
     Its name is random, so nobody can plant a link there. Errors are reported as those of `path`.
     """
-    with _explained(path):
+    with _explain_errors(path):
         _refuse_special(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         _sweep(path)
@@ -368,7 +368,7 @@ def _room(path: Path) -> Iterator[Path]:
                 lock.acquire()
             room = room.rename(room.with_suffix(".new"))  # from now on, others find it
             yield room
-            _to_disk(path.parent)
+            _flush(path.parent)
         finally:
             lock.release()
             shutil.rmtree(room, ignore_errors=True)
@@ -406,7 +406,7 @@ def _sweep(path: Path) -> None:
                 shutil.rmtree(room)
 
 
-def _to_disk(path: Path) -> None:
+def _flush(path: Path) -> None:
     """Flush a file or a folder's entries to the disk, if the system can."""
     try:
         handle = os.open(path, os.O_RDONLY)
@@ -468,8 +468,8 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
     return parse_json(read_text(path, most_bytes), str(path))
 
 
-def parse_json(text: str, where: str) -> Any:
-    """Parse JSON. Raises InvalidData, naming `where`: not JSON, too deep, or a lone surrogate."""
+def parse_json(text: str, label: str) -> Any:
+    """Parse JSON. Raises InvalidData, naming `label`: not JSON, too deep, or a lone surrogate."""
     try:
         value = json.loads(text)
         if text.count("[") + text.count("{") > MOST_DEPTH and _depth(value) > MOST_DEPTH:
@@ -477,11 +477,11 @@ def parse_json(text: str, where: str) -> Any:
         if "\\ud" in text or "\\uD" in text:  # else no string can hold a lone surrogate
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
-        raise InvalidData(f"{where} is nested too deeply") from error
+        raise InvalidData(f"{label} is nested too deeply") from error
     except UnicodeEncodeError as error:
-        raise InvalidData(f"{where} holds half a character, a lone surrogate") from error
+        raise InvalidData(f"{label} holds half a character, a lone surrogate") from error
     except ValueError as error:
-        raise InvalidData(f"{where} is not JSON: {error}") from error
+        raise InvalidData(f"{label} is not JSON: {error}") from error
     return value
 
 

@@ -88,10 +88,10 @@ def check_ranges(values: Mapping[str, Any], kind: type, prefix: str = "") -> Non
                 raise InvalidOption(message)
 
 
-def check_asked(part: Part) -> None:
+def check_part_request(part: Part) -> None:
     """Raise InvalidOption for settings of a part that a request to a server may not change."""
     kind: type = type(part)
-    for key, value in _differing(part).items():
+    for key, value in _changed_settings(part).items():
         name, limit = f"{part.kind}:{key}", ranges(kind).get(key)
         if limit is None or limit.request is None:
             raise InvalidOption(f"{name} is up to the server. Leave it out")
@@ -465,23 +465,23 @@ def members(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def typed(name: str, value: Any, hint: Any) -> Any:
+def parse(name: str, value: Any, hint: Any) -> Any:
     """`value` converted to the type of `hint`; text is parsed. Raises InvalidOption."""
     for member in members(hint):
-        converted = _read(value, member)
+        converted = _parse(value, member)
         if fits(converted, member):
             return converted
     raise InvalidOption(f"{name} is {shown(value)}, expected {hint_name(hint)}")
 
 
-def _read(value: Any, member: Any) -> Any:
+def _parse(value: Any, member: Any) -> Any:
     """Convert to one type: text with commas or slashes to a tuple, a single item to a list."""
     kind = get_origin(member) or member
     if kind in (tuple, list):
         is_text = isinstance(value, str) and kind is tuple
         items = re.split("[,/]", value) if is_text else value
         items = items if isinstance(items, list | tuple) else [items]
-        return kind(_read(item, get_args(member)[0]) for item in items)
+        return kind(_parse(item, get_args(member)[0]) for item in items)
     if kind is types.NoneType:
         return None if str(value).lower() == "none" else value
     if kind in (int, float) and isinstance(value, str | int) and not isinstance(value, bool):
@@ -495,18 +495,18 @@ def _read(value: Any, member: Any) -> Any:
 P = TypeVar("P", bound=Part)
 
 
-def parsed(group: str, value: Any, kinds: Kinds, present: Mapping[str, Part]) -> list[Part]:
+def parse_parts(group: str, value: Any, kinds: Kinds, current: Mapping[str, Part]) -> list[Part]:
     """The parts of a `group` (drafter, controller, ..) that `value` asks for, in its order.
 
     Objects are taken unchanged. Text and mappings change the settings that they name, starting from
-    `present`. Raises InvalidOption.
+    `current`. Raises InvalidOption.
     """
     parts = []
     for kind, settings in _entries(group, value):
         if isinstance(settings, Part) and kinds.get(kind) is not type(settings):
             raise InvalidOption(f"{group} is {shown(settings)}, expected one of {', '.join(kinds)}")
         check_keys([kind], kinds, group)
-        parts.append(with_settings(present[kind], settings))
+        parts.append(with_settings(current[kind], settings))
     return parts
 
 
@@ -517,26 +517,26 @@ def with_settings(part: P, settings: Any) -> P:
     """
     if isinstance(settings, type(part)):
         return settings
-    hints, entries = annotations_of(type(part)), _named(part.kind, settings)
+    hints, entries = annotations_of(type(part)), _settings_by_name(part.kind, settings)
     if entries and not vars(part):
         raise InvalidOption(f"{part.kind} has no settings, found {shown(settings)}. Leave them out")
     check_keys(entries, vars(part), f"setting of {part.kind}:")
-    values = {key: typed(f"{part.kind}:{key}", value, hints[key]) for key, value in entries.items()}
+    values = {key: parse(f"{part.kind}:{key}", value, hints[key]) for key, value in entries.items()}
     return replace(part, **values)
 
 
-def merged_over(group: str, below: Any, above: Any) -> dict[str, Any]:
+def merge_values(group: str, defaults: Any, changes: Any) -> dict[str, Any]:
     """Merge two values of one option, each text or a mapping, to a mapping.
 
-    Kinds are those of `above`; for a kind in both, `above` overrides single settings. Raises
+    Kinds are those of `changes`; for a kind in both, `changes` overrides single settings. Raises
     InvalidOption.
     """
     if group == "costs":
-        return _named(group, below) | _named(group, above)
-    base = {kind: _named(kind, settings) for kind, settings in _entries(group, below)}
+        return _settings_by_name(group, defaults) | _settings_by_name(group, changes)
+    base = {kind: _settings_by_name(kind, settings) for kind, settings in _entries(group, defaults)}
     return {
-        kind: base.get(kind, {}) | _named(kind, settings)
-        for kind, settings in _entries(group, above)
+        kind: base.get(kind, {}) | _settings_by_name(kind, settings)
+        for kind, settings in _entries(group, changes)
     }
 
 
@@ -551,11 +551,11 @@ def as_text(part: Part, *, full: bool = False) -> str:
 
 def settings_text(part: Part, *, full: bool = False) -> str:
     """`KEY=VALUE,..` for settings that differ from the defaults; may be empty."""
-    values = vars(part) if full else _differing(part)
+    values = vars(part) if full else _changed_settings(part)
     return ",".join(f"{name}={as_word(value)}" for name, value in values.items())
 
 
-def _differing(part: Part) -> dict[str, Any]:
+def _changed_settings(part: Part) -> dict[str, Any]:
     defaults = vars(type(part)())
     return {name: value for name, value in vars(part).items() if value != defaults[name]}
 
@@ -585,7 +585,7 @@ def _entries(group: str, value: Any) -> Iterator[tuple[str, Any]]:
         raise InvalidOption(f"{group} is {shown(value)}, expected text like KIND:KEY=VALUE,..")
 
 
-def _named(kind: str, settings: Any) -> dict[str, Any]:
+def _settings_by_name(kind: str, settings: Any) -> dict[str, Any]:
     """Settings by name, from `KEY=VALUE,..`, a mapping, or nothing.
 
     Raises InvalidOption for anything else, and for a key given twice.

@@ -317,7 +317,7 @@ def test_our_own_files_are_recognised(writer: str, tmp_path: Path, backbone: Bac
     """By their first bytes; a file that only mentions selfspec is a user's own."""
     marked = {"answers", "a conversation", "a trace", "a card", "a run of bench"}
     WRITERS[writer](tmp_path, backbone)
-    marks = [files.written_here(path) for path in sorted(tmp_path.iterdir())]
+    marks = [files.is_own_file(path) for path in sorted(tmp_path.iterdir())]
     assert any(marks) is (writer in marked)
 
 

@@ -34,8 +34,8 @@ from selfspec.config import (
     Grammar,
     SpeculationOptions,
     check_grammar,
+    grammar_of,
     matcher_class,
-    wanted_grammar,
 )
 from selfspec.decoding.decode import BEYOND_CONTEXT, CONTEXT_ENDS, StopRule, warn_once
 from selfspec.decoding.engine import SequenceRequest
@@ -253,7 +253,7 @@ def prepare(
     """Make a Request from ids [B, P] and keywords of `generate`, Hugging Face's and ours."""
     model, start = backbone.model, input_ids.shape[1]
     keywords = _for_transformers(options, start)
-    grammar = wanted_grammar({name: keywords.pop(name, None) for name in GRAMMAR_KEYWORDS})
+    grammar = grammar_of({name: keywords.pop(name, None) for name in GRAMMAR_KEYWORDS})
     backbone.check_ids(input_ids)
     seed, logprobs = keywords.pop("seed", None), keywords.pop("logprobs", None)
     criteria = StoppingCriteriaList(keywords.pop("stopping_criteria", None) or [])

@@ -37,7 +37,7 @@ from selfspec.api.chat_template import NO_END, TurnEnd
 from selfspec.api.request import Grammars, Request, keyword_value, stop_strings
 from selfspec.api.stream import Generation, Stream
 from selfspec.api.text import Prompt, encode
-from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check, wanted_grammar
+from selfspec.config import OPTION_NAMES, GenerateOptions, SpeculationOptions, check, grammar_of
 from selfspec.decoding.drafters.draft_model import check_same_size, check_same_tokens
 from selfspec.decoding.drafters.heads import pack
 from selfspec.decoding.drafters.rest import Datastore
@@ -285,7 +285,7 @@ class Speculator:
         keywords = {**options, **self.ending(options, end)}
         if strings := keyword_value(self.model, keywords, "stop_strings"):
             stop_strings(self.tokenizer, strings)
-        grammar = wanted_grammar(options)
+        grammar = grammar_of(options)
         if grammar is not None:
             ends = keyword_value(self.model, keywords, "eos_token_id")
             self._grammars.mask(grammar, templates.as_list(ends))
@@ -390,7 +390,7 @@ def load(
     _require("heads are", heads, str | Path | ExitHeads, _HEADS)
     fields = {"attn_implementation": attn_implementation, "device": device}
     check_types(fields, {"attn_implementation": str | None, "device": str | None})
-    check(options, beside=[*inspect.signature(load).parameters])
+    check(options, other_names=[*inspect.signature(load).parameters])
     templates.start_renderer()
     store, template = _read(datastore, chat_template)
     read = partial(
@@ -448,7 +448,7 @@ def wrap(
     _require("heads are", heads, str | Path | ExitHeads, _HEADS)
     if draft_model is not None:
         check_model(draft_model, "draft_model")
-    check(options, beside=[*inspect.signature(wrap).parameters])
+    check(options, other_names=[*inspect.signature(wrap).parameters])
     store, template = _read(datastore, chat_template)
     backbone = Backbone(model, executor=executor)
     draft = None if draft_model is None else Backbone(draft_model, executor=executor)

@@ -46,7 +46,7 @@ from selfspec.errors import (
 )
 from selfspec.heads.folder import known_folders, read_config
 from selfspec.hub import models as hub
-from selfspec.options import PARTS, Kinds, Part, as_word, check_ranges, members, merged_over, typed
+from selfspec.options import PARTS, Kinds, Part, as_word, check_ranges, members, merge_values, parse
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -259,12 +259,12 @@ def merge_options(file: Path | None, args: Args, flags: Sequence[Flag]) -> Given
     options = Given()
     options.names = frozenset(in_file | args)
     for values in ({name: defaults[name] for name in hints if name in defaults}, in_file, args):
-        typed_values = {name: typed(name, value, hints[name]) for name, value in values.items()}
+        typed_values = {name: parse(name, value, hints[name]) for name, value in values.items()}
         config.check({name: value for name, value in typed_values.items() if name in OPTION_NAMES})
         check_ranges(typed_values, _Ranges)
         for name in options.keys() & typed_values.keys():
             if dict in members(hints[name]):
-                typed_values[name] = merged_over(name, options[name], typed_values[name])
+                typed_values[name] = merge_values(name, options[name], typed_values[name])
         options.update(typed_values)
     return options
 
@@ -472,7 +472,7 @@ def answer_options(args: Args) -> Args:
             file, options[name] = options[name], read(Path(options[name]))
             if options[name] is None:
                 raise InvalidOption(f"{file} holds null, expected a schema")
-    if (grammar := config.wanted_grammar(options)) is not None:
+    if (grammar := config.grammar_of(options)) is not None:
         config.check_grammar(grammar)
     return options
 

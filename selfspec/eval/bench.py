@@ -31,7 +31,7 @@ from selfspec.errors import (
 )
 from selfspec.eval import results
 from selfspec.eval.results import Answer, BenchOptions, Quality, Question, Run, Show
-from selfspec.options import ACCEPTANCE, CONTROLLERS, PARTS, as_word, typed
+from selfspec.options import ACCEPTANCE, CONTROLLERS, PARTS, as_word, parse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -325,7 +325,7 @@ def sweeps(text: str) -> dict[str, Setting]:
     known = _sweep_options()
     check_keys([name], known, "option to sweep")
     option, prefix, hint = known[name]
-    typed_values = [typed(name, value.strip(), hint) for value in values.split(",")]
+    typed_values = [parse(name, value.strip(), hint) for value in values.split(",")]
     return {
         f"{name}={as_word(value)}": {option: prefix + as_word(value) if prefix else value}
         for value in typed_values

@@ -407,7 +407,7 @@ class Results(NamedTuple):
 def check_results(folder: str | Path, *, overwrite: bool, reads: Iterable[object] = ()) -> Path:
     """The folder to write. Raises CannotWrite, and InvalidOption for results not to overwrite."""
     folder = files.check_folder(
-        folder, FILES, lambda path: files.written_here(path / RUN), overwrite=True, reads=reads
+        folder, FILES, lambda path: files.is_own_file(path / RUN), overwrite=True, reads=reads
     )
     if (folder / SUMMARY).exists() and not overwrite:
         raise InvalidOption(f"{folder} holds results. Give --overwrite or another folder")

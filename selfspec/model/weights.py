@@ -199,7 +199,7 @@ def _cached_library(source: Path, macro: str) -> ctypes.CDLL:
     library, reason = folder / name, ""
     if not (_is_whole(library) or os.access(folder, os.W_OK)):
         reason = "it takes no files. Set XDG_CACHE_HOME to a folder that does"
-    elif (path := files.open_to_others(library)) is not None:
+    elif (path := files.unsafe_path(library)) is not None:
         reason = f"others can change {path}. Own it, and take away their write access: chmod go-w"
     if reason:
         text = "code in %s is not used but compiled again for each process: %s"

@@ -523,7 +523,7 @@ class Writer:
         )
         try:
             self._save(replace(self._run, next=list(lines)))
-            with files.appended(self.output, block) as file:
+            with files.appending(self.output, block) as file:
                 os.fsync(file.fileno())
         except CannotWrite:
             with suppress(CannotWrite):
@@ -553,7 +553,7 @@ class Writer:
         require_same(self.output, saved.options, self._run.options, way_out)
         if changed := {k: v for k, v in versions.items() if saved.versions.get(k) != v}:
             logger.warning("%s was begun with other versions than %s", self.output, changed)
-        with files.appended(self.output, b""):  # creates it: a run may be killed before that
+        with files.appending(self.output, b""):  # creates it: a run may be killed before that
             pass
         block = self._block(saved.next)
         with open_bytes(self.output) as file:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec.api.request import Grammars
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.config import Grammar, grammar_of_schema, wanted_grammar
+from selfspec.config import Grammar, grammar_of, grammar_of_schema
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.drafters.ngram import GrammarDrafter
 from selfspec.decoding.sampling import GrammarMask
@@ -153,7 +153,7 @@ def mask(grammar: Grammar) -> GrammarMask:
 
 
 def test_forced_tokens_end_with_the_end_token(words: PreTrainedTokenizerFast) -> None:
-    grammar: Any = wanted_grammar({"grammar": 'start: ("yes" | "no") ", of course."'})
+    grammar: Any = grammar_of({"grammar": 'start: ("yes" | "no") ", of course."'})
     grammar_mask = mask(grammar)
     forced = grammar_mask.forced_tokens(words("yes")["input_ids"], 50)
     assert words.decode(forced) == ", of course.<end>"

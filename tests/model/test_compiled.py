@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from selfspec.files import cache_folder, cores, open_to_others
+from selfspec.files import cache_folder, cores, unsafe_path
 from selfspec.model import compiler, weights
 from selfspec.model.compiler import MACROS, SOURCE, TARGETS, Target, library_name, make_library
 from selfspec.model.weights import Team, compiled_library, origin
@@ -140,9 +140,9 @@ def test_places_that_others_can_change_are_found(kind: str, source: Path) -> Non
     library = cache_folder() / "compiled" / "library.so"
     library.parent.mkdir(parents=True)
     library.touch(0o600)
-    assert open_to_others(library) is None
+    assert unsafe_path(library) is None
     UNSAFE[kind](library)
-    assert open_to_others(library) is not None
+    assert unsafe_path(library) is not None
 
 
 @needs_compiler

@@ -11,7 +11,7 @@ from selfspec.api.speculator import wrap
 from selfspec.api.text import TokenTexts
 from selfspec.heads.heads import ExitJudge, top_probability
 from selfspec.model.backbone import Backbone
-from selfspec.options import merged_over
+from selfspec.options import merge_values
 from selfspec.visualise.layers import LayerTrace
 from selfspec.visualise.look import Lens, Reader, chained_features, inspect, ranks
 from tests.heads.kinds import make_heads, train
@@ -26,7 +26,7 @@ EAGER: dict[str, Any] = {"drafter": "exit:threshold=0.15,max_tokens=3", "never_s
 
 def eagerly(options: dict[str, Any]) -> dict[str, Any]:
     """Keywords of `generate`: EAGER, overridden by `options` setting by setting."""
-    drafter = merged_over("drafter", EAGER["drafter"], options.get("drafter", EAGER["drafter"]))
+    drafter = merge_values("drafter", EAGER["drafter"], options.get("drafter", EAGER["drafter"]))
     return {"max_new_tokens": NEW_TOKENS, **EAGER, **options, "drafter": drafter}
 
 
