@@ -19,7 +19,7 @@ from tests.cli.fakes import link_all
 
 cluster: Any = pytest.importorskip("selfspec.cluster", exc_type=ImportError)  # before ray
 
-STARTED = cluster.started
+STARTED = cluster.run_ray
 MODEL = ["--model", "words", "--dtype", "float32"]
 SMALL = ["--batch-size=6", "--question-temperature=4,6", "--max-question-tokens=12"]
 DATA = ["data", *MODEL, *SMALL, "--max-new-tokens=20", "--recipe=prompts.yaml", "--tokens=500"]
@@ -34,8 +34,8 @@ def place(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     (folder / "prompts.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        with cluster.started(num_cpus=2):
-            patch.setattr(cluster, "started", lambda *_, **options: nullcontext())
+        with cluster.run_ray(num_cpus=2):
+            patch.setattr(cluster, "run_ray", lambda *_, **options: nullcontext())
             yield folder
 
 
