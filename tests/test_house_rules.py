@@ -42,7 +42,7 @@ LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
     "tests/": 27290,
-    "model": 6830,
+    "model": 6831,
     "decoding": 4774,
     "training": 3684,
     "eval": 2776,

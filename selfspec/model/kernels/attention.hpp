@@ -100,9 +100,9 @@ struct Span {
 
   // The number of held positions that all rows see.
   long common() const {
-    long found = held;
-    for (long row = 0; parents && row < rows; row++) found = std::min(found, held + parents[row] + 1);
-    return found;
+    long count = held;
+    for (long row = 0; parents && row < rows; row++) count = std::min(count, held + parents[row] + 1);
+    return count;
   }
 
   // The slots of positions [at, last) as a row sees them.
@@ -121,7 +121,7 @@ inline void norm_head(const Heads& heads, const float* weight, float* x) {
 
 // One query or key, normed if the model norms them, and rotated. `number`: that of the head, queries
 // first. The two numbers of a rotated pair are neighbours.
-inline void turn(const Heads& heads, long number, const Number* head, const float* rotation,
+inline void norm_and_rotate(const Heads& heads, long number, const Number* head, const float* rotation,
                  float* out) {
   const float* norm = heads.norms ? heads.norms + number * heads.size : nullptr;
   for (long j = 0; j < heads.size; j++) out[j] = wide(head[j]);
@@ -138,7 +138,7 @@ inline void turn(const Heads& heads, long number, const Number* head, const floa
 inline long bytes(const Number* from, const Number* to) { return intptr_t(to) - intptr_t(from); }
 
 // Multiplies `count` panels, as many at a time as `by` takes.
-inline void add_up(const Arithmetic& by, long count, long steps, Block<const Input> x,
+inline void multiply_panels(const Arithmetic& by, long count, long steps, Block<const Input> x,
                    Block<const Number> w, Block<float> sums, long ahead, bool fresh) {
   for (long p = 0; p < count; p += by.panels())
     by.multiply(std::min(by.panels(), count - p), steps, x, w.from_panel(p), sums.from_panel(p),
@@ -164,13 +164,13 @@ struct Lines {
 };
 
 // The running softmax of the queries of one key head over a text.
-struct Running {
+struct Softmax {
   Heads heads = {};
   long queries = 0;
-  Lines<Input> asked, weights;  // [places] of a head's numbers; [QUERIES] of BLOCK
+  Lines<Input> prepared, weights;  // [places] queries; [QUERIES] of BLOCK
   Lines<float> scores, sums;    // [QUERIES, BLOCK and more]; [places, width]
-  std::vector<float> best;      // [queries] the reference score of the weights
-  std::vector<Vector> all;      // [queries] partial sums of weights
+  std::vector<float> reference;    // [queries] the reference score of the weights
+  std::vector<Vector> totals;      // [queries] partial sums of weights
 
   // Numbers to store the result of `count` queries.
   static long room(const Heads& heads, long count) { return count * (HEADER + heads.width()); }
@@ -179,28 +179,28 @@ struct Running {
   void shape(const Heads& its, long count, long more) {
     const long places = count < QUERIES ? count : up(count, QUERIES) * QUERIES;
     heads = its, queries = count;
-    asked.shape(places, Arithmetic::inputs(heads.size)), asked.clear();
+    prepared.shape(places, Arithmetic::inputs(heads.size)), prepared.clear();
     weights.shape(QUERIES, Arithmetic::inputs(BLOCK)), weights.clear();
     scores.shape(QUERIES, BLOCK + up(more, PANEL) * PANEL), sums.shape(places, heads.width());
-    best.resize(count), all.resize(count);
+    reference.resize(count), totals.resize(count);
   }
 
-  void start() {
+  void reset() {
     sums.clear();
-    std::fill(best.begin(), best.end(), -INFINITY);
-    std::fill(all.begin(), all.end(), Vector{});
+    std::fill(reference.begin(), reference.end(), -INFINITY);
+    std::fill(totals.begin(), totals.end(), Vector{});
   }
 
-  void ask(long query, const float* turned) {
+  void set_query(long query, const float* rotated_head) {
     thread_local std::vector<Number> rounded;
     rounded.resize(heads.size);
-    for (long j = 0; j < heads.size; j++) rounded[j] = narrow(turned[j]);
-    Kind::prepare(rounded.data(), heads.size, asked[query]);
+    for (long j = 0; j < heads.size; j++) rounded[j] = narrow(rotated_head[j]);
+    Kind::prepare(rounded.data(), heads.size, prepared[query]);
   }
 
   // Multiplies queries from `first` on with `count` keys, in whole panels; scores go to `low` and on.
-  void meet(const Arithmetic& by, long first, long low, long count, const Number* keys, long ahead) {
-    add_up(by, up(count, PANEL), up(heads.size, STEP), {asked[first], asked.apart, 0},
+  void score(const Arithmetic& by, long first, long low, long count, const Number* keys, long ahead) {
+    multiply_panels(by, up(count, PANEL), up(heads.size, STEP), {prepared[first], prepared.apart, 0},
            {keys, PANEL * STEP, PANEL * heads.width()},
            {scores[first % QUERIES] + low, scores.apart, PANEL}, ahead, true);
   }
@@ -209,11 +209,11 @@ struct Running {
   // Weights are relative to a reference score, which is raised to the largest score only if that is
   // STALE binary digits ahead, so that sums rarely have to be rescaled.
   template <typename Sees>
-  void weigh(long first, long count, bool whole, const Sees& sees) {
+  void weigh_positions(long first, long count, bool whole, const Sees& sees) {
     constexpr int COUNT = BLOCK / LANES;
     constexpr float STALE = 8;
     const float scaling = (heads.softcap ? 1 : heads.scaling) * 1.44269504f, slack = STALE / scaling;
-    alignas(64) float before[QUERIES] = {}, tops[QUERIES] = {}, times[QUERIES];
+    alignas(64) float before[QUERIES] = {}, tops[QUERIES] = {}, factors[QUERIES];
     for (long q = 0; q < count; q++) {
       if (heads.softcap) cap(scores[q]);
       Vector s[COUNT], largest = Vector{} - INFINITY;
@@ -228,8 +228,8 @@ struct Running {
       }
       for (int v = 0; v < COUNT; v++) largest = s[v] > largest ? s[v] : largest;
       const float top = largest_of(largest);
-      before[q] = best[first + q];
-      tops[q] = best[first + q] = top > before[q] + slack ? top : before[q];
+      before[q] = reference[first + q];
+      tops[q] = reference[first + q] = top > before[q] + slack ? top : before[q];
     }
     bool stay = true;
     for (long q = 0; q < count; q++) stay &= before[q] == tops[q];
@@ -237,11 +237,11 @@ struct Running {
       for (long q = 0; q < QUERIES; q += LANES) {
         const Vector here = *(const Floats*)(tops + q), earlier = *(const Floats*)(before + q);
         const Vector shrunk = powers_of_two((earlier - here) * scaling);
-        *(Floats*)(times + q) = earlier == here ? Vector{} + 1 : shrunk;
+        *(Floats*)(factors + q) = earlier == here ? Vector{} + 1 : shrunk;
       }
       for (long q = 0; q < count; q++) {
-        all[first + q] *= times[q];
-        for (long j = 0; j < heads.width(); j++) sums[first + q][j] *= times[q];
+        totals[first + q] *= factors[q];
+        for (long j = 0; j < heads.width(); j++) sums[first + q][j] *= factors[q];
       }
     }
     for (long q = 0; q < count; q++) {
@@ -249,27 +249,27 @@ struct Running {
       UNROLL for (int v = 0; v < COUNT; v++) s[v] = *(const Floats*)(scores[q] + v * LANES);
       const float top = tops[q] == -INFINITY ? 0 : tops[q];  // -INFINITY: the query sees none of them
       for (int v = 0; v < COUNT; v++) added += s[v] = powers_of_two((s[v] - top) * scaling);
-      all[first + q] += added;
+      totals[first + q] += added;
       round(s, COUNT, weights[q]);
     }
   }
 
   // Adds the values at [low, high), times their weights, to the sums of queries from `first` on.
-  void mix(const Arithmetic& by, long first, long low, long high, const Number* values, long ahead) {
-    add_up(by, heads.width() / PANEL, up(high - low, STEP),
+  void add_values(const Arithmetic& by, long first, long low, long high, const Number* values, long ahead) {
+    multiply_panels(by, heads.width() / PANEL, up(high - low, STEP),
            {weights[first % QUERIES] + low / STEP * Kind::INPUTS, weights.apart, 0},
            {values, PANEL * STEP, BLOCK * PANEL}, {sums[first], sums.apart, PANEL}, ahead, false);
   }
 
   // Stores the result in `kept`, joined with earlier chunks unless this is the first.
-  void give(float* kept, bool first) const {
+  void store(float* kept, bool first) const {
     for (long q = 0; q < queries; q++, kept += room(heads, 1)) {
-      const float* const mine = sums[q];
-      const float weights = sum_of(all[q]);
+      const float* const sum = sums[q];
+      const float weights = sum_of(totals[q]);
       if (!first)
-        join(heads, kept, best[q], weights, mine);
+        join(heads, kept, reference[q], weights, sum);
       else
-        kept[0] = best[q], kept[1] = weights, std::copy_n(mine, heads.width(), kept + HEADER);
+        kept[0] = reference[q], kept[1] = weights, std::copy_n(sum, heads.width(), kept + HEADER);
     }
   }
 
@@ -278,14 +278,14 @@ struct Running {
       line[i] = heads.softcap * hyperbolic_tangent(line[i] * heads.scaling / heads.softcap);
   }
 
-  static void join(const Heads& heads, float* kept, float best, float all, const float* sums) {
-    const float scaling = heads.softcap ? 1 : heads.scaling, top = std::max(kept[0], best);
+  static void join(const Heads& heads, float* kept, float reference, float total, const float* sums) {
+    const float scaling = heads.softcap ? 1 : heads.scaling, top = std::max(kept[0], reference);
     if (top == -INFINITY) return;
-    const float shrunk = exponential((kept[0] - top) * scaling),
-                its = exponential((best - top) * scaling);
-    kept[0] = top, kept[1] = kept[1] * shrunk + all * its;
+    const float before = exponential((kept[0] - top) * scaling),
+                after = exponential((reference - top) * scaling);
+    kept[0] = top, kept[1] = kept[1] * before + total * after;
     for (long j = 0; j < heads.width(); j++)
-      kept[HEADER + j] = kept[HEADER + j] * shrunk + sums[j] * its;
+      kept[HEADER + j] = kept[HEADER + j] * before + sums[j] * after;
   }
 };
 
@@ -336,15 +336,15 @@ struct Work {
   }
 
   // Numbers in the buffer that threads share.
-  long shared(const Heads& heads) const { return room * heads.kv * Running::room(heads, heads.group); }
+  long shared(const Heads& heads) const { return room * heads.kv * Softmax::room(heads, heads.group); }
 };
 
 // Adds keys and values of the new rows to the pages.
-void keep(const Heads& heads, const Work& work, const std::vector<Text>& texts,
+void append_rows(const Heads& heads, const Work& work, const std::vector<Text>& texts,
           const Number* projected) {
-  thread_local std::vector<float> turned;
+  thread_local std::vector<float> rotated_head;
   thread_local std::vector<Number> numbers;
-  turned.resize(heads.size), numbers.assign(heads.width(), Number(0));
+  rotated_head.resize(heads.size), numbers.assign(heads.width(), Number(0));
   const long rows = work.owners.size();
 #pragma omp for collapse(2)
   for (long head = 0; head < heads.kv; head++)
@@ -355,8 +355,8 @@ void keep(const Heads& heads, const Work& work, const std::vector<Text>& texts,
         const long number = heads.queries() + head;
         const Number* const key = projected + at * heads.row() + number * heads.size;
         const Store store = text.store.of(heads, head);
-        turn(heads, number, key, text.rotations + row * heads.rotated, turned.data());
-        for (long j = 0; j < heads.size; j++) numbers[j] = narrow(turned[j]);
+        norm_and_rotate(heads, number, key, text.rotations + row * heads.rotated, rotated_head.data());
+        for (long j = 0; j < heads.size; j++) numbers[j] = narrow(rotated_head[j]);
         store.put_key(numbers.data(), place, store.key_block(slot));
         std::copy_n(key + heads.kv * heads.size, heads.size, numbers.data());
         store.put_value(numbers.data(), place, store.value_block(slot));
@@ -378,28 +378,28 @@ struct Tile {
         last(std::min(first + parts.tile, text.span.rows)) {}
 
   // The offset of its sums in the stored ones, after `room` rows.
-  long kept(long room) const {
-    return (room * heads.kv + head * parts.tile) * Running::room(heads, heads.group);
+  long offset(long room) const {
+    return (room * heads.kv + head * parts.tile) * Softmax::room(heads, heads.group);
   }
   long queries() const { return (last - first) * heads.group; }
   long row(long query) const { return first + query / heads.group; }
   long number(long query) const { return head * heads.group + query % heads.group; }
 
-  void open(const Number* projected, Running& seen) const {
-    thread_local std::vector<float> turned;
-    turned.resize(heads.size);
+  void load_queries(const Number* projected, Softmax& softmax) const {
+    thread_local std::vector<float> rotated_head;
+    rotated_head.resize(heads.size);
     const Span& span = text.span;
-    seen.shape(heads, queries(), span.parents ? span.held + span.rows - span.common() : 0);
+    softmax.shape(heads, queries(), span.parents ? span.held + span.rows - span.common() : 0);
     for (long q = 0; q < queries(); q++) {
       const Number* const row_of_pass = projected + (text.span.first + row(q)) * heads.row();
-      turn(heads, number(q), row_of_pass + number(q) * heads.size,
-           text.rotations + row(q) * heads.rotated, turned.data());
-      seen.ask(q, turned.data());
+      norm_and_rotate(heads, number(q), row_of_pass + number(q) * heads.size,
+           text.rotations + row(q) * heads.rotated, rotated_head.data());
+      softmax.set_query(q, rotated_head.data());
     }
   }
 
-  void close(const float* kept, Number* out) const {
-    for (long q = 0; q < queries(); q++, kept += Running::room(heads, 1)) {
+  void write_results(const float* kept, Number* out) const {
+    for (long q = 0; q < queries(); q++, kept += Softmax::room(heads, 1)) {
       Number* o = out + ((text.span.first + row(q)) * heads.queries() + number(q)) * heads.size;
       for (long j = 0; j < heads.size; j++) o[j] = narrow(kept[HEADER + j] / kept[1]);
     }
@@ -407,9 +407,9 @@ struct Tile {
 };
 
 // Copies the values of a block that one row sees from `cut` on to the first positions of `to`: `same`
-// of them from the block itself, the others up to `count` from `slots`. Those before `seen` are 0.
-inline void own_values(const Store& store, long block, long cut, long count, long same,
-                       const long* slots, long seen, Number* to) {
+// of them from the block itself, the others up to `count` from `slots`. Those before `unseen` are 0.
+inline void gather_values(const Store& store, long block, long cut, long count, long same,
+                       const long* slots, long unseen, Number* to) {
   const long line = PANEL * STEP, panel = PANEL * BLOCK;
   for (long p = 0; p < store.width / PANEL; p++)
     std::copy_n(store.value_block(block) + p * panel + cut * PANEL, up(same, STEP) * line,
@@ -417,11 +417,11 @@ inline void own_values(const Store& store, long block, long cut, long count, lon
   for (long i = same; i < count; i++)
     store.copy_value(store.value_block(slots[i]), slots[i] % BLOCK, i, to);
   if (count % STEP) store.clear_value(count, to);
-  for (long i = 0; i < seen; i++) store.clear_value(i, to);
+  for (long i = 0; i < unseen; i++) store.clear_value(i, to);
 }
 
 // Whether a block's values at [low, high), or a little more, are finite: others times 0 are NaN.
-inline bool are_numbers(const Number* values, long low, long high, long width) {
+inline bool are_finite(const Number* values, long low, long high, long width) {
   float sum = 0;
   for (long panel = 0; panel < width; panel += PANEL) {
     const Number* const from = values + panel * BLOCK;
@@ -433,7 +433,7 @@ inline bool are_numbers(const Number* values, long low, long high, long width) {
 }
 
 // The queries of a tile attend to the part of one chunk that they see. `room`: BLOCK * width.
-void look(const Tile& tile, long chunk, const Arithmetic& by, Running& seen, Number* room) {
+void attend_to_chunk(const Tile& tile, long chunk, const Arithmetic& by, Softmax& softmax, Number* room) {
   const Heads& heads = tile.heads;
   const Span& span = tile.text.span;
   const Store store = tile.text.store.of(heads, tile.head);
@@ -453,7 +453,7 @@ void look(const Tile& tile, long chunk, const Arithmetic& by, Running& seen, Num
     const bool alike = start(high) <= at && at + there <= low + 1, whole = alike && there == BLOCK;
     // from `cut` on, values are added row by row: those of its own path, or only those that it sees
     const long old = std::max(0L, std::min(BLOCK, held - at)), seen_by_all = start(high) > at ? 0 : old;
-    const bool apart = !alike && !are_numbers(values, seen_by_all, there, store.width);
+    const bool apart = !alike && !are_finite(values, seen_by_all, there, store.width);
     const long common = span.parents ? old : BLOCK;
     const long cut = apart ? 0 : common / UNBROKEN * UNBROKEN, shared = std::min(cut, there);
     // for a row of a tree, keys of this block's positions are in this block or later ones, in order
@@ -462,21 +462,22 @@ void look(const Tile& tile, long chunk, const Arithmetic& by, Running& seen, Num
     for (long first = 0; first < tile.queries(); first += QUERIES) {
       const long last = std::min(first + QUERIES, tile.queries());
       for (long b = at; b < reach; b += BLOCK)
-        seen.meet(by, first, b - at, std::min(BLOCK, reach - b), store.key_block(b),
+        softmax.score(by, first, b - at, std::min(BLOCK, reach - b), store.key_block(b),
                   b == at && !first ? bytes(keys, store.key_block(next)) : 0);
       long slots[BLOCK];
       for (long q = first; tree && q < last; q++) {
         const long row = tile.row(q), from = std::max(at, held);
         const long to = std::min(at + BLOCK, span.position(row) + 1);
-        float* const scores = seen.scores[q % QUERIES];
+        float* const scores = softmax.scores[q % QUERIES];
         span.path(row, from, to, slots);
         for (long p = from; p < to; p++) scores[p - at] = scores[slots[p - from] - at];
       }
-      seen.weigh(first, last - first, whole, [&](long query) {
+      softmax.weigh_positions(first, last - first, whole, [&](long query) {
         const long position = span.position(tile.row(query));
         return std::pair(std::max(0L, start(position) - at), std::min(BLOCK, position + 1 - at));
       });
-      if (shared) seen.mix(by, first, 0, shared, values, first ? 0 : bytes(values, store.value_block(next)));
+      const long ahead = first ? 0 : bytes(values, store.value_block(next));
+      if (shared) softmax.add_values(by, first, 0, shared, values, ahead);
       if (cut == BLOCK) continue;
       std::optional<Arithmetic> few;
       for (long q = first, end, height = 0; q < last; q = end) {
@@ -487,8 +488,8 @@ void look(const Tile& tile, long chunk, const Arithmetic& by, Running& seen, Num
         if (height != end - q) few.emplace(height = end - q);
         span.path(row, at + cut, at + to, slots);
         const long same = std::max(0L, std::min(common, to) - cut);
-        own_values(store, at, cut, to - cut, same, slots, start(position) - at - cut, room);
-        seen.mix(*few, q, cut, to, room, 0);
+        gather_values(store, at, cut, to - cut, same, slots, start(position) - at - cut, room);
+        softmax.add_values(*few, q, cut, to, room, 0);
       }
       few.reset();
       by.use();
@@ -500,12 +501,12 @@ void look(const Tile& tile, long chunk, const Arithmetic& by, Running& seen, Num
 // by all threads of a team, which share the buffer `shared`.
 void attend(const Heads& heads, const Work& work, const std::vector<Text>& texts,
             const Number* projected, Number* out, float* shared) {
-  const long of_query = Running::room(heads, 1);  // of sums
-  thread_local Running seen;
-  thread_local std::vector<float> own;
+  const long of_query = Softmax::room(heads, 1);  // of sums
+  thread_local Softmax softmax;
+  thread_local std::vector<float> sums;
   thread_local std::vector<Number> room;
-  room.resize(BLOCK * heads.width()), own.resize(work.most * heads.group * of_query);
-  keep(heads, work, texts, projected);
+  room.resize(BLOCK * heads.width()), sums.resize(work.most * heads.group * of_query);
+  append_rows(heads, work, texts, projected);
   const long items = work.items.size(), joins = work.joins.size();
 #pragma omp for collapse(2) schedule(dynamic, 1)
   for (long head = 0; head < heads.kv; head++)  // outer loop: its keys and values stay in the cache
@@ -513,16 +514,16 @@ void attend(const Heads& heads, const Work& work, const std::vector<Text>& texts
       const Work::Item& item = work.items[i];
       const Tile tile(heads, texts[item.text], item.part, head);
       const Arithmetic by(std::min(QUERIES, tile.queries()));
-      tile.open(projected, seen);
+      tile.load_queries(projected, softmax);
       const bool all = item.chunk < 0;
-      float* const kept = all ? own.data() : shared + tile.kept(item.room);
+      float* const kept = all ? sums.data() : shared + tile.offset(item.room);
       const long first = all ? 0 : item.chunk, end = all ? tile.parts.chunks : first + 1;
       for (long chunk = first; chunk < end; chunk++) {
-        seen.start();
-        look(tile, chunk, by, seen, room.data());
-        seen.give(kept, chunk == first);
+        softmax.reset();
+        attend_to_chunk(tile, chunk, by, softmax, room.data());
+        softmax.store(kept, chunk == first);
       }
-      if (all) tile.close(kept, out);
+      if (all) tile.write_results(kept, out);
     }
   if (!joins) return;
 #pragma omp for collapse(2)
@@ -530,14 +531,14 @@ void attend(const Heads& heads, const Work& work, const std::vector<Text>& texts
     for (long head = 0; head < heads.kv; head++) {
       const Work::Item& item = work.joins[i];
       const Tile tile(heads, texts[item.text], item.part, head);
-      float* const kept = shared + tile.kept(item.room);
+      float* const kept = shared + tile.offset(item.room);
       for (long chunk = 1; chunk < tile.parts.chunks; chunk++)
         for (long q = 0; q < tile.queries(); q++) {
           const float* const next =
-              shared + tile.kept(item.room + chunk * tile.parts.tile) + q * of_query;
-          Running::join(heads, kept + q * of_query, next[0], next[1], next + HEADER);
+              shared + tile.offset(item.room + chunk * tile.parts.tile) + q * of_query;
+          Softmax::join(heads, kept + q * of_query, next[0], next[1], next + HEADER);
         }
-      tile.close(kept, out);
+      tile.write_results(kept, out);
     }
 }
 

@@ -72,9 +72,9 @@ inline Vector across(Vector value, int apart) {
 #if defined(__AVX512F__)
   return (Vector)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)(numbered() ^ apart), (__m512)value);
 #else
-  Vector found = {};
-  for (int i = 0; i < LANES; i++) found[i] = value[i ^ apart];
-  return found;
+  Vector swapped = {};
+  for (int i = 0; i < LANES; i++) swapped[i] = value[i ^ apart];
+  return swapped;
 #endif
 }
 

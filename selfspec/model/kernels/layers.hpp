@@ -34,16 +34,16 @@ struct Route {
   void find(const Experts& experts, long count, const Number* logits) {
     const long each = experts.each;
     std::vector<long> chosen(count * each);
-    std::vector<float> of_chosen(count * each);
+    std::vector<float> chosen_shares(count * each);
     starts.assign(experts.count + 1, 0);
     for (long row = 0; row < count; row++) {
-      long* const its = &chosen[row * each];
-      float* const share = &of_chosen[row * each];
-      likeliest(experts.count, logits + row * experts.count, 1, each, its, share);
-      const float taken = experts.normalised ? std::accumulate(share, share + each, 0.0f) : 1;
+      long* const experts_of_row = &chosen[row * each];
+      float* const share = &chosen_shares[row * each];
+      likeliest(experts.count, logits + row * experts.count, 1, each, experts_of_row, share);
+      const float total = experts.normalised ? std::accumulate(share, share + each, 0.0f) : 1;
       for (long i = 0; i < each; i++) {
-        share[i] = experts.rounds ? wide(narrow(share[i] / taken)) : share[i] / taken;
-        starts[its[i] + 1]++;
+        share[i] = experts.rounds ? wide(narrow(share[i] / total)) : share[i] / total;
+        starts[experts_of_row[i] + 1]++;
       }
     }
     for (long e = 0; e < experts.count; e++) starts[e + 1] += starts[e];
@@ -51,7 +51,7 @@ struct Route {
     rows.resize(count * each), shares.resize(count * each);
     for (long i = 0; i < count * each; i++) {
       const long place = next[chosen[i]]++;
-      rows[place] = i / each, shares[place] = of_chosen[i];
+      rows[place] = i / each, shares[place] = chosen_shares[i];
     }
   }
 };
@@ -115,12 +115,12 @@ struct Pass {
 };
 
 std::vector<Text> texts(const Operation& op, const Pass& pass) {
-  std::vector<Text> found;
+  std::vector<Text> list;
   for (const Span* s = pass.span; s < pass.span + pass.spans; s++) {
     const float* rotations = pass.rotations[op.rotation] + s->first * op.heads.rotated;
-    found.push_back({*s, rotations, {s->pages, op.keys, 0, 0}});
+    list.push_back({*s, rotations, {s->pages, op.keys, 0, 0}});
   }
-  return found;
+  return list;
 }
 
 // RMSNorm or LayerNorm.
