@@ -277,10 +277,7 @@ def prepare(
         keywords.update(_default_length(backbone, start))
     try:
         prepared = model.generate(  # type: ignore[operator]  # typed as Tensor | Module upstream
-            input_ids,
-            stopping_criteria=criteria,
-            custom_generate=_hand_back,
-            **keywords,
+            input_ids, stopping_criteria=criteria, custom_generate=_hand_back, **keywords
         )
     except _REFUSALS as error:
         reason = first_line(error)

@@ -48,10 +48,7 @@ _SEND_BYTES = 1 << 17  # the socket's send buffer: by default, a whole unread st
 
 
 def guard(
-    app: Starlette,
-    options: ServeOptions,
-    keys: Keys,
-    count: Callable[[int], None] = lambda _: None,
+    app: Starlette, options: ServeOptions, keys: Keys, count: Callable[[int], None] = lambda _: None
 ) -> None:
     """Add all checks to `app`; errors become OpenAI's responses, `count` gets their status."""
 

@@ -254,9 +254,7 @@ def test_answers_end_before_rotations_change(
         speculator.generate(random_ids(limit + 1), max_new_tokens=3)
 
 
-def test_answers_end_with_a_table_of_positions(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_answers_end_with_a_table_of_positions(caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     model = make_model("gpt2", torch.float64, max_position_embeddings=LIMIT)
     limited, ids = wrap(model, **DRAFTING), random_ids(LIMIT - 5)

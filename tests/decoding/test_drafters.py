@@ -20,12 +20,7 @@ from selfspec.decoding.acceptance import Draft, GreedyMatch, Target
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.drafters import draft_model, ngram, rest
 from selfspec.decoding.drafters.base import ROOT, DraftController, Drafting
-from selfspec.decoding.drafters.draft_model import (
-    WINDOW,
-    DraftCache,
-    DraftModelDrafter,
-    redraft,
-)
+from selfspec.decoding.drafters.draft_model import WINDOW, DraftCache, DraftModelDrafter, redraft
 from selfspec.decoding.drafters.ngram import LookaheadDrafter, NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.rest import BEHIND, DOUBT, Datastore, RestGuesser, suffix_array
 from selfspec.decoding.state import DecodeState, Drafter, Steps, no_work, run_alone

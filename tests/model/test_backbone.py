@@ -232,12 +232,7 @@ FAILURES: list[tuple[Any, str, Any, str]] = [
     (CompiledLinear, "of", NotImplementedError("no kernel\nand a tale"), "no kernel"),
     (FusedExecutor, "run", RuntimeError("out of luck"), "out of luck"),
     (ctypes, "CDLL", OSError("cannot map segment"), "no compiled .*cannot map segment"),
-    (
-        FusedExecutor,
-        "unembed",
-        lambda *args: (None, UNEMBED(*args)[1] * 1.001),
-        "logits come out",
-    ),
+    (FusedExecutor, "unembed", lambda *args: (None, UNEMBED(*args)[1] * 1.001), "logits come out"),
 ]
 """The function that breaks, an error or a replacement, and the words of the reason."""
 

@@ -38,10 +38,7 @@ def chat(client: openai.OpenAI, **more: Any) -> Any:
 
 def test_a_schema_is_followed_and_drafts_change_nothing(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
-        model="SmolLM2-135M-Instruct.Q4_1",
-        messages=ASK,
-        response_format=Person,
-        **LIMIT,
+        model="SmolLM2-135M-Instruct.Q4_1", messages=ASK, response_format=Person, **LIMIT
     )
     assert isinstance(answer.choices[0].message.parsed, Person)
     assert answer.usage is not None
