@@ -509,7 +509,7 @@ _FILES = (
     Flag("output", str, "Folder to write the heads to. Required."),
     Flag("validation", str, "Conversations to measure agreement on. Default: a 20th of the data."),
     Flag("start_from", str, "Heads of the same model to continue from, instead of new ones."),
-    Flag("preset", str, f"Given options; other flags override them: {', '.join(PRESETS)}."),
+    Flag("preset", str, f"Named options; other flags override them: {', '.join(PRESETS)}."),
     Flag("overwrite", bool, "Start over and replace a fit in the output."),
     Flag("keep_features", bool, "With --data: compute features once and keep them in memory."),
     *MODEL,
