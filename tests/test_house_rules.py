@@ -41,7 +41,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27276,
+    "tests/": 27280,
     "model": 6831,
     "decoding": 4774,
     "training": 3684,
