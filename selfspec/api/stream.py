@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
@@ -70,7 +71,7 @@ class Generation:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: the text, each piece in the colour of who gave it."""
-        return html(self.text, self.pieces, self.stats.num_layers, self.summary())
+        return html(self.pieces, self.stats.num_layers, self.summary())
 
 
 class Stream:
@@ -89,6 +90,8 @@ class Stream:
         self._running, self._stats = running, running.stats
         self._tokens: list[int] = []
         self._piece_list: list[Piece] = []
+        self._decoder, self._stops = TextDecoder(request.tokenizer), UntilStop([request.end])
+        self._decoder.push(request.tail, last=True)
         self._lock, self._closed = RLock(), False
         # a dropped stream frees its keys and values at once, not when garbage is collected
         self._pieces = Stream._decode(proxy(self))
@@ -135,24 +138,23 @@ class Stream:
         """The answer so far."""
         # a reader may close the stream between the tokens of the last round
         handed_out = len(self._tokens) == sum(len(entry.tokens) for entry in self.rounds)
-        tokens, request = self._tokens, self.request
-        if handed_out and tokens and is_end(request.tokenizer, self.rounds[-1], tokens[-1]):
-            tokens = tokens[:-1]
-        decoder = TextDecoder(request.tokenizer)
-        decoder.push(request.tail, last=True)
-        text = UntilStop([request.end]).push(decoder.push(tokens, last=True), last=True)
-        options, estimate = request.speculation, None
+        # decoded at once, half a character may spoil text before it that has been shown
+        pieces = [*self._piece_list]
+        rest = copy(self._stops).push(copy(self._decoder).push([], last=True), last=True)
+        if pieces:
+            pieces[-1] = pieces[-1]._replace(text=pieces[-1].text + rest)
+        options, estimate = self.request.speculation, None
         if self._stats.drafted and not self._running.shared:
             gain = self._running.draft_cost(options).gain(self.rounds)
             estimate = Estimate(gain, options.costs.rows is not None)
         return Generation(
-            text=text,
+            text="".join(piece.text for piece in pieces),
             token_ids=list(self._tokens),
             stats=self._stats,
             stop_reason=self._stats.stop_reason if handed_out else None,
             logprobs=self._running.logprobs[: len(self._tokens)] or None,
             estimate=estimate,
-            pieces=self._complete_pieces(text),
+            pieces=pieces,
         )
 
     def drain(self) -> Generation:
@@ -161,18 +163,9 @@ class Stream:
             pass
         return self.result
 
-    def _complete_pieces(self, text: str) -> list[Piece]:
-        """Pieces that join to `text`: a held-back part of a character goes to the last token."""
-        prefix = "".join(piece.text for piece in self._piece_list)
-        if not self._piece_list or not text.startswith(prefix):
-            return list(self._piece_list)
-        last = self._piece_list[-1]
-        return [*self._piece_list[:-1], last._replace(text=last.text + text[len(prefix) :])]
-
     def _decode(self) -> Generator[str, None, None]:
         tokenizer, streamer = self.request.tokenizer, self.request.streamer
-        decoder, stops = TextDecoder(tokenizer), UntilStop([self.request.end])
-        decoder.push(self.request.tail, last=True)
+        decoder, stops = self._decoder, self._stops
         try:
             if streamer is not None and not self.request.streamer_has_prompt:
                 streamer.put(self._running.state.ids.cpu())
@@ -193,16 +186,16 @@ class Stream:
                 if self._closed:  # by another thread
                     break
             if piece := stops.push(decoder.push([], last=True), last=True):
+                last = self._piece_list[-1]
+                self._piece_list[-1] = last._replace(text=last.text + piece)
                 yield piece
         finally:
             if streamer is not None:
                 streamer.end()  # also after an error: a reading thread must not wait
 
 
-def html(text: str, pieces: Sequence[Piece], num_layers: int, note: str) -> str:
-    """HTML of the coloured `text`, a legend of who gave the drafts, and a `note`."""
-    if "".join(piece.text for piece in pieces) != text:  # so with some tokenizers
-        pieces = [Piece(text, Giver(MODEL))]
+def html(pieces: Sequence[Piece], num_layers: int, note: str) -> str:
+    """HTML of a coloured text, a legend of who gave the drafts, and a `note`."""
     runs = groupby(pieces, key=lambda piece: piece.giver)
     body = "".join(
         _span("".join(piece.text for piece in run), giver, num_layers) for giver, run in runs

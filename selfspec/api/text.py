@@ -120,7 +120,7 @@ def _check_messages(messages: Sequence[Any], *, is_text: bool) -> None:
 
 
 class TextDecoder:
-    """Turns a growing list of tokens into pieces of text that join to the decoded whole.
+    """Turns a growing list of tokens into pieces of text; if its bytes are text, they join to it.
 
     A piece is held back while it ends within a character of several tokens.
     """

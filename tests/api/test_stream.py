@@ -13,7 +13,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec.api.speculator import Speculator, wrap
@@ -175,6 +177,21 @@ def test_a_continuation_keeps_its_first_space() -> None:
     assert [next(stream) for stream in streams] == ["world", " world"]
 
 
+def test_half_a_character_at_the_end_spoils_no_text_before_it() -> None:
+    """Decoded at once, a run of byte tokens is text only if all of it is."""
+    backend = Tokenizer(models.WordLevel({"<0x0A>": 0, "<0xF0>": 1, "a": 2}, unk_token="a"))
+    backend.decoder = decoders.ByteFallback()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    bias: Any = {"sequence_bias": {(0,): 1e3, (0, 1): 1e6}, "do_sample": False}
+    model = make_model("llama", vocab_size=3)
+    stream = wrap(model, tokenizer).stream([2], max_new_tokens=2, **bias)
+    text = next(stream)
+    assert (text, stream.result.text) == ("\n", "\n")
+    text += "".join(stream)
+    assert (stream.result.token_ids, text) == ([0, 1], "\n\N{REPLACEMENT CHARACTER}")
+    assert [stream.result.text, "".join(piece.text for piece in stream.result.pieces)] == [text] * 2
+
+
 def test_a_round_names_the_giver_of_each_token() -> None:
     drafts: Any = {"draft_tokens": [1, 9, 2], "exit_layers": [4, 0, 0], "parents": [-1, 0, 0]}
     sources = ["exit", "exit", "ngram"]
@@ -185,9 +202,8 @@ def test_a_round_names_the_giver_of_each_token() -> None:
 def test_text_is_escaped_and_each_giver_has_its_style() -> None:
     texts = {"exit": "<script>alert(1)</script>", "ngram": " & ", "grammar": '"\n', "model": "<b>"}
     pieces = [Piece(text, Giver(source)) for source, text in texts.items()]
-    text = "".join(piece.text for piece in pieces)
-    markup = html(text, pieces, 6, "1 < 2")
-    assert text_of(markup) == text
+    markup = html(pieces, 6, "1 < 2")
+    assert text_of(markup) == "".join(texts.values())
     assert not re.search("<script|<b>|1 < 2", markup)
     assert {"solid", "dotted", "dashed"} <= set(re.findall(r"underline 2px (\w+)", markup))
     assert "the embedding" in markup
