@@ -282,7 +282,7 @@ class Body(_Shape):
             options["speculate"] = self.speculation
         choices = []
         for prompt, number in itertools.product(prompts, range(self.n)):
-            keywords: Any = {**options, "raw": isinstance(prompt, str)}
+            keywords: Any = {**options, "raw": self.field == "prompt"}
             if draws and self.seed is not None:
                 keywords["seed"] = (self.seed + number) % 2**64
             choices.append(Choice(prompt=prompt, options=keywords, **fields))

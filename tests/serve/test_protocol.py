@@ -19,11 +19,13 @@ from openai.types.chat import ChatCompletionMessage
 
 from eval import serving
 from eval.serving import question
-from selfspec.api.speculator import Speculator
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import HeadsNotFound
 from selfspec.eval.concurrency import Load
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.protocol import ChatBody, Refused, TextBody, invalid_body, refusal_of
+from tests.api.test_text import TEMPLATE, metaspace
+from tests.models import make_model
 from tests.serve.live import CHAT, JSON, TEXT, Running, answers, running, streaming, wait_until
 from tests.test_readme import fenced
 
@@ -131,11 +133,23 @@ def test_completions_take_text_or_ids_one_or_several(
         answer = client.completions.create(
             model=server.speculator.label, prompt=prompt, max_tokens=8, temperature=0
         )
-        expected = [generate(one, raw=isinstance(one, str)).text for one in prompts]
+        expected = [generate(one, raw=True).text for one in prompts]
         assert [choice.text for choice in answer.choices] == expected
     body: Any = {"prompt": ["a", "b", "a"], "n": 2, "max_tokens": 1}
     usage = client.completions.create(model=server.speculator.label, **body).usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (3, 6)
+
+
+def test_ids_continue_a_text_as_its_words_do() -> None:
+    """Even where decoding strips the first space of a text."""
+    tokenizer = metaspace()
+    tokenizer.chat_template = TEMPLATE
+    speculator = wrap(make_model("llama", vocab_size=4), tokenizer)
+    with running(speculator, max_prompt_tokens=1) as server:
+        for prompt in ("hello", [0]):
+            body = {"prompt": prompt, "max_tokens": 1, "logit_bias": {"1": 100}}
+            assert server.post(body, TEXT).json()["choices"][0]["text"] == " world"
+        assert server.post({"prompt": [0, 0]}, TEXT).json()["error"]["param"] == "prompt"
 
 
 def test_models_and_health(client: openai.OpenAI, server: Running) -> None:
