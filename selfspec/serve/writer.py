@@ -288,6 +288,8 @@ class Answer:
             text += self._read(entry)
         if running.error is not None:
             raise running.error
+        if self._stops.has_stopped:  # also around a special token, where the criterion sees no stop
+            running.close()
         if running.ended:
             rest = self._decoder.push([], last=True)
             if self._explanation is not None:

@@ -223,6 +223,16 @@ def test_stops_are_read_on_a_reader_thread(writer: Writer, monkeypatch: pytest.M
     assert names == ["selfspec-reader"]
 
 
+def test_a_stop_around_a_special_token_ends_the_answer(writer: Writer) -> None:
+    bias = {(9,): 1e3, (9, 0): 1e6}  # alternates: 0 has no text
+    stop = writer.texts.of(9) * 2
+    options: Any = {"sequence_bias": bias, "speculate": False}
+    _, feed = submitted(writer, [1, 2, 3], stop_strings=[stop], **options)
+    *_, last = pieces = [*iter(lambda: feed.get(timeout=30), ENDED)]
+    assert ("".join(piece.text for piece in pieces), last.finish) == ("", "stop")
+    assert last.stats.new_tokens == 3
+
+
 @pytest.mark.parametrize("kind", [MemoryError, Panic])
 @pytest.mark.parametrize("stage", ["encode", "call", "step", "piece", "wrote", "stop"])
 def test_an_error_of_one_text_ends_only_that_text(
