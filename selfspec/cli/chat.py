@@ -401,7 +401,7 @@ class Writer:
                 self.end()
             elif part.isspace():
                 self._end_word()
-                self._gap += part.expandtabs(4)
+                self._gap += re.sub(r"\s", " ", part.expandtabs(4))  # some move the cursor
             else:
                 wide = cell_len(part) > len(part)  # scripts without spaces may break anywhere
                 for chunk in part if wide else [part]:

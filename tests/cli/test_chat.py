@@ -13,6 +13,8 @@ from unittest.mock import MagicMock
 import pexpect
 import pytest
 
+from selfspec.cli.chat import Writer
+from selfspec.decoding.stats import MODEL, Giver
 from selfspec.errors import InvalidPrompt
 from tests.cli.fakes import Call, FakeSpeculator, user
 
@@ -270,3 +272,13 @@ def test_a_dumb_terminal_gets_no_escapes(terminal: Callable[..., Terminal]) -> N
         seen += chat.seen
     assert "loaded" in seen
     assert "\x1b" not in seen
+
+
+def test_no_character_of_an_answer_moves_the_cursor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    writer = Writer(4, colour=False)
+    writer.write("a\x1bb\rc\x0cd\x85e\r\nf\tg", Giver(MODEL))
+    writer.end()
+    assert capsys.readouterr().out == "a\\x1bb c d e\nf    g\n"
