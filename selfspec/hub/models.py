@@ -243,7 +243,7 @@ def _gguf_file(name: str | Path | None) -> Path | None:
 
 _NEEDED = {  # files that a model needs besides config.json
     "weights": ("*.safetensors",),
-    "tokenizer": ("tokenizer*", "vocab*", "*.model"),
+    "tokenizer": ("tokenizer.*", "vocab*", "*.model", "tekken.json"),  # a config alone is none
 }
 
 

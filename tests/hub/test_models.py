@@ -260,7 +260,8 @@ def test_loading_shows_no_progress_bars_and_keeps_the_setting(
     ("gone", "message"),
     [
         ("model.safetensors", r"has no weights \(\*.safetensors\)\. Copy all files"),
-        ("token*", r"has no tokenizer \(tokenizer\*, vocab\*, \*.model\)\. Copy"),
+        ("token*", r"has no tokenizer \(tokenizer\.\*, vocab\*, \*.model, tekken.json\)\. Copy"),
+        ("tokenizer.json", r"has no tokenizer \(tokenizer\.\*"),  # but a tokenizer_config.json
     ],
 )
 def test_a_missing_file_of_a_model_folder_is_named_on_one_line(
