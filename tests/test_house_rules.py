@@ -41,15 +41,15 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27280,
+    "tests/": 27333,
     "model": 6831,
     "decoding": 4774,
     "training": 3684,
     "eval": 2776,
     "eval/": 3440,
     "cli": 3191,
-    "serve": 2928,
-    "api": 2345,
+    "serve": 2930,
+    "api": 2338,
     "heads": 1669,
     "visualise": 1542,
     "hub": 1609,
