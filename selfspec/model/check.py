@@ -127,7 +127,8 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
         for block, start, held, cache, kv in blocks:
             rows = Rows.of(kv, start, len(block), ids.device)
             with captured_outputs(decoder.layers, pages.release) as expected:
-                output = model(block[None], position_ids=rows.positions[None], **{CACHE: cache})
+                keywords = {"input_ids": block[None], "position_ids": rows.positions[None]}
+                output = model(**keywords, use_cache=True, **{CACHE: cache})  # as in `generate`
             if (total := output.logits.shape[1]) != len(block):
                 reason = f"runs {total} rows for {len(block)} tokens: it adds rows of its own"
                 raise unsupported(decoder.model, f"{reason} (prompt tuning does)")

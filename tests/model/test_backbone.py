@@ -337,8 +337,8 @@ def test_models_with_extra_tokens_are_refused_by_name() -> None:
     model: Any = make_model("llama")
     original = model.forward
 
-    def prompted(ids: Tensor, position_ids: Any, **cache: Any) -> Any:
-        rows = torch.cat([torch.ones(1, 5, 32), model.model.embed_tokens(ids)], dim=1)
+    def prompted(input_ids: Tensor, position_ids: Any, **cache: Any) -> Any:
+        rows = torch.cat([torch.ones(1, 5, 32), model.model.embed_tokens(input_ids)], dim=1)
         return original(inputs_embeds=rows, **cache)
 
     model.forward = prompted

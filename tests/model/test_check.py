@@ -275,8 +275,17 @@ class Prepared(LlamaForCausalLM):
     prepare_inputs_for_generation.__module__ = "peft.peft_model"
 
 
+class OnlyCached(LlamaForCausalLM):
+    def forward(self, use_cache: bool = False, **given: Any) -> Any:
+        output = super().forward(use_cache=use_cache, **given)
+        output["logits"] = -output.logits if use_cache else output.logits
+        return output
+
+
 ABOVE: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m.register_forward_hook(once), "at the logits"),
+    (lambda m: m.register_forward_pre_hook(shifted, with_kwargs=True), "at layer 1"),
+    (lambda m: setattr(m, "__class__", OnlyCached), "at the logits"),
     (lambda m: m.model.norm.register_forward_hook(lambda _, __, out: out), ""),
     (lambda m: setattr(m, "__class__", Prepared), "code of peft.peft_model.* wrap its get_base"),
 ]
@@ -287,6 +296,12 @@ def once(_module: object, _args: object, out: Any) -> Any:
     if out.logits.shape[1] == 1:
         out["logits"] = out.logits.roll(1, -1)
     return out
+
+
+def shifted(_module: object, args: Any, keywords: dict[str, Any]) -> Any:
+    """A hook that changes ids given by keyword, as `generate` gives them."""
+    given = keywords.get("input_ids")
+    return args, keywords if given is None else {**keywords, "input_ids": (given + 1) % 96}
 
 
 @pytest.mark.parametrize(("change", "found"), ABOVE)
