@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from selfspec.errors import UnsupportedModel
 from selfspec.model.generic import MASKS, Decoder, Executor
 from selfspec.model.kv import POSITIONS, KVCache, Page, PageLayout, Rows
-from selfspec.model.parts import CACHE, attention_types, text_config, unsupported
+from selfspec.model.parts import CACHE, GENERATING, attention_types, text_config, unsupported
 from selfspec.model.weights import FilePages
 
 _CHECK_PREFIX, _CHECK_BLOCK = 7, 3  # rows: a first pass on an empty cache, and a block after it
@@ -59,11 +59,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise unsupported(model, f"has {sorted(others)[0]} layers, which cannot be rewound")
     if getattr(config, "num_kv_shared_layers", 0):
         raise unsupported(model, "shares keys and values between layers")
-    home = cast("Any", model).prepare_inputs_for_generation.__module__
-    if not home.startswith("transformers."):
-        lora = " (with LoRA wrap its get_base_model())" if home.startswith("peft.") else ""
-        reason = f"prepares inputs by code of {home}, which is not called here{lora}"
-        raise unsupported(model, reason)
+    for method, words in GENERATING.items():
+        home = getattr(model, method).__module__
+        if not home.startswith("transformers."):
+            lora = " (with LoRA wrap its get_base_model())" if home.startswith("peft.") else ""
+            reason = f"{words} by code of {home}, which is not called here{lora}"
+            raise unsupported(model, reason)
 
 
 def _uncompiled(model: PreTrainedModel) -> Any:

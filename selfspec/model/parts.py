@@ -230,10 +230,15 @@ def _by_position(learned: nn.Module) -> Callable[[Tensor], Tensor]:
 # --- checks of a caller's model
 
 
+GENERATING = {"prepare_inputs_for_generation": "prepares inputs", "_sample": "chooses tokens"}
+"""Methods that `generate` calls and we replace, and what they do."""
+
+
 def check_model(model: Any, name: str = "model") -> None:
     """Raise InvalidOption unless `model` is a causal language model with weights."""
     config = getattr(model, "config", None)
-    is_model = isinstance(model, nn.Module) and callable(getattr(model, "generate", None))
+    methods = (getattr(model, method, None) for method in ("generate", *GENERATING))
+    is_model = isinstance(model, nn.Module) and all(map(callable, methods))
     if not is_model or not hasattr(config, "get_text_config"):
         raise InvalidOption(
             f"{name} is {kind_of(model)}, expected a causal language model of transformers. Load "

@@ -337,6 +337,15 @@ def asked(model: Any, **options: Any) -> Any:
     return speaking(model).call(IDS, options)  # type: ignore[arg-type]  # the mistake
 
 
+class Holder(torch.nn.Module):
+    """A user's module around a model, with some of its methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: Any = make_model("llama")
+        self.config, self.generate = self.inner.config, self.inner.generate
+
+
 class Processor:
     """A processor that holds a tokenizer but is none."""
 
@@ -352,6 +361,7 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda _: wrap("gpt2"), InvalidOption, "model is of type str.*expected a causal"),
     (lambda _: wrap(LlamaForCausalLM), InvalidOption, "model is a class, LlamaForCausalLM"),
     (lambda _: wrap(bert()), InvalidOption, "model is of type BertForMaskedLM"),
+    (lambda _: wrap(Holder()), InvalidOption, "model is of type Holder.*expected a causal"),
     (lambda _: wrap(meta_model()), InvalidOption, "no weights.*from_pretrained"),
     (lambda model: wrap(model, "gpt2"), InvalidOption, "tokenizer is of type str.*AutoTokenizer"),
     (lambda model: wrap(model, Processor()), InvalidOption, "tokenizer is of type Processor"),

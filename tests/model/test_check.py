@@ -288,6 +288,7 @@ ABOVE: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: setattr(m, "__class__", OnlyCached), "at the logits"),
     (lambda m: m.model.norm.register_forward_hook(lambda _, __, out: out), ""),
     (lambda m: setattr(m, "__class__", Prepared), "code of peft.peft_model.* wrap its get_base"),
+    (lambda m: setattr(m, "_sample", once), f"chooses tokens by code of {__name__}, which is not"),
 ]
 
 
