@@ -182,6 +182,14 @@ def parts_of(model: PreTrainedModel) -> DecoderParts:
         known = module in (embedding, layers, norm, rotary, learned)
         if not known and not isinstance(module, nn.Dropout):
             raise unsupported(model, f"has a decoder with {child}, a part that is not known")
+    used = nn.ModuleList([embedding, layers, norm, model.get_output_embeddings()])
+    hooked = (part for part in model.modules() if hasattr(part, "_hf_hook"))
+    loaded = {id(weight) for part in hooked for weight in part.parameters()}  # when it is called
+    if any(weight.is_meta and id(weight) not in loaded for weight in used.parameters()):
+        raise InvalidOption(
+            f"{type(model).__name__} has weights on the meta device, expected them in memory. Load "
+            "it with from_pretrained, or with selfspec.load(...)"
+        )
     scaling: Any = getattr(config, "logits_scaling", None)
     before_head = config.model_type in _DIVIDES_BEFORE_HEAD
     multiplies = config.model_type in _MULTIPLIES
@@ -235,7 +243,7 @@ GENERATING = {"prepare_inputs_for_generation": "prepares inputs", "_sample": "ch
 
 
 def check_model(model: Any, name: str = "model") -> None:
-    """Raise InvalidOption unless `model` is a causal language model with weights."""
+    """Raise InvalidOption unless `model` is a causal language model."""
     config = getattr(model, "config", None)
     methods = (getattr(model, method, None) for method in ("generate", *GENERATING))
     is_model = isinstance(model, nn.Module) and all(map(callable, methods))
@@ -243,13 +251,6 @@ def check_model(model: Any, name: str = "model") -> None:
         raise InvalidOption(
             f"{name} is {kind_of(model)}, expected a causal language model of transformers. Load "
             "one by name with selfspec.load(...), or with AutoModelForCausalLM"
-        )
-    weights = ((part, one) for part in model.modules() for one in part.parameters(recurse=False))
-    # accelerate's hook loads them when the module is called
-    if all(weight.is_meta and not hasattr(part, "_hf_hook") for part, weight in weights):
-        raise InvalidOption(
-            f"{name} has no weights (they are on the meta device), expected them in memory. Load "
-            "it with from_pretrained, or with selfspec.load(...)"
         )
 
 

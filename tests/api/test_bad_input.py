@@ -317,10 +317,11 @@ def test_after_bad_input_speculator_and_session_answer_as_before(speculator: Spe
 # --- arguments that `wrap` and `load` refuse
 
 
-def meta_model() -> Any:
-    config: Any = make_model("llama").config
-    with torch.device("meta"):
-        return LlamaForCausalLM(config)
+def meta_model(part: str) -> Any:
+    """A model of which a part has no numbers."""
+    model: Any = make_model("llama")
+    model.get_submodule(part).to("meta")
+    return model
 
 
 def bert() -> Any:
@@ -362,7 +363,10 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
     (lambda _: wrap(LlamaForCausalLM), InvalidOption, "model is a class, LlamaForCausalLM"),
     (lambda _: wrap(bert()), InvalidOption, "model is of type BertForMaskedLM"),
     (lambda _: wrap(Holder()), InvalidOption, "model is of type Holder.*expected a causal"),
-    (lambda _: wrap(meta_model()), InvalidOption, "no weights.*from_pretrained"),
+    *(
+        (lambda _, part=part: wrap(meta_model(part)), InvalidOption, "on the meta.*from_pretrained")
+        for part in ("", "model.embed_tokens", "model.layers.2.mlp", "model.norm", "lm_head")
+    ),
     (lambda model: wrap(model, "gpt2"), InvalidOption, "tokenizer is of type str.*AutoTokenizer"),
     (lambda model: wrap(model, Processor()), InvalidOption, "tokenizer is of type Processor"),
     (lambda model: wrap(model, heads=3), InvalidOption, "heads are of type int.*selfspec heads"),
