@@ -252,6 +252,8 @@ def _require_whole(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         ggufs = sorted(file.name for file in folder.glob("*.gguf"))
         hint = f"It holds {ggufs[0]}: name that file" if ggufs else "Is it the right folder?"
+        if (folder / "adapter_config.json").is_file():
+            hint = "It holds an adapter: save what peft's merge_and_unload() returns, and name that"
         raise ModelNotFound(f"the folder {folder} has no config.json. {hint}")
     for part, patterns in _NEEDED.items():
         if not any(any(folder.glob(pattern)) for pattern in patterns):

@@ -262,6 +262,7 @@ def test_loading_shows_no_progress_bars_and_keeps_the_setting(
         ("model.safetensors", r"has no weights \(\*.safetensors\)\. Copy all files"),
         ("token*", r"has no tokenizer \(tokenizer\.\*, vocab\*, \*.model, tekken.json\)\. Copy"),
         ("tokenizer.json", r"has no tokenizer \(tokenizer\.\*"),  # but a tokenizer_config.json
+        ("config.json", r"has no config\.json\. It holds an adapter: save .*merge_and_unload"),
     ],
 )
 def test_a_missing_file_of_a_model_folder_is_named_on_one_line(
@@ -270,6 +271,7 @@ def test_a_missing_file_of_a_model_folder_is_named_on_one_line(
     broken = Path(shutil.copytree(folder, tmp_path / "broken"))
     for file in broken.glob(gone):
         file.unlink()
+    (broken / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelNotFound, match=f"broken {message}") as caught:
         hub.load_model(broken)
     assert "\n" not in str(caught.value)
