@@ -41,8 +41,8 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27333,
-    "model": 6831,
+    "tests/": 27365,
+    "model": 6839,
     "decoding": 4774,
     "training": 3684,
     "eval": 2776,
@@ -52,7 +52,7 @@ MOST_LINES = {
     "api": 2338,
     "heads": 1669,
     "visualise": 1542,
-    "hub": 1609,
+    "hub": 1611,
     "options": 604,
     "adaptation": 549,
     "config": 364,
