@@ -131,17 +131,18 @@ def choose_template(
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
     """The end that the template writes after an answer, unless it is the tokenizer's end token."""
     messages = [_message("user", _ASKED), _message("assistant", _ANSWER), _message("user", _NEXT)]
-    try:
-        text = apply_template(tokenizer, messages)
-    except InvalidPrompt:
-        return NO_END  # the template allows one turn only
-    tail = text.partition(_ANSWER)[2].partition(_NEXT)[0].strip()
-    end, eos = tail.partition("\n")[0].strip(), tokenizer.eos_token
-    if not end or (eos and end.startswith(str(eos))):
-        return NO_END
-    ids = tokenizer(end, add_special_tokens=False)["input_ids"]
-    if len(ids) == 1 and ids[0] in tokenizer.added_tokens_decoder:
-        return TurnEnd(token=int(ids[0]))
+    end, eos = "", tokenizer.eos_token
+    for count in (2, 3):  # the last answer may end otherwise than earlier ones, or not at all
+        try:
+            text = apply_template(tokenizer, messages[:count])
+        except InvalidPrompt:
+            return NO_END  # the template allows one turn only
+        end = text.partition(_ANSWER)[2].partition(_NEXT)[0].strip().partition("\n")[0].strip()
+        if eos and end.startswith(str(eos)):
+            return NO_END
+        ids = tokenizer(end, add_special_tokens=False)["input_ids"]
+        if ids and ids[0] in tokenizer.added_tokens_decoder:  # the next turn may follow at once
+            return TurnEnd(token=int(ids[0]))
     return TurnEnd(text=end)
 
 

@@ -76,6 +76,12 @@ def test_a_turn_ends_with_a_token_or_with_text(tokenizer: PreTrainedTokenizerFas
     assert templates.turn_end(chatml) == TurnEnd(text="<|im_end|>")
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
     assert templates.turn_end(chatml) == TurnEnd(token=len(tokenizer) - 1)
+    one_line = templates.read("chatml").replace(r"\n", "")
+    chatml.chat_template = one_line
+    assert templates.turn_end(chatml) == TurnEnd(token=len(tokenizer) - 1)
+    last = "(eos_token if loop.last else '<|im_end|>')"
+    chatml.chat_template = one_line.replace("'<|im_end|>'", last)
+    assert templates.turn_end(chatml) == NO_END
     alpaca.eos_token = None
     assert templates.turn_end(alpaca) == TurnEnd(text="### Instruction:")
 

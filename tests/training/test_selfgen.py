@@ -389,6 +389,8 @@ def test_end_tokens_come_from_model_and_tokenizer(tokenizer: PreTrainedTokenizer
         ending.generation_config.eos_token_id = configured
         assert selfgen.end_ids(ending, tokenizer) == {1, 7}
     ending.generation_config.eos_token_id = tokenizer.eos_token = None
+    assert selfgen.end_ids(ending, tokenizer) == {1}  # the template's
+    tokenizer.chat_template = None
     with pytest.raises(InvalidData, match="no end token"):
         selfgen.end_ids(ending, tokenizer)
 
