@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from selfspec import files
-from selfspec.api.chat_template import advice, apply_template
+from selfspec.api.chat_template import advice, apply_template, turn_end
 from selfspec.errors import (
     CannotWrite,
     InvalidData,
@@ -385,6 +385,7 @@ def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) 
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     answers, ids = [], ids_of(len(messages))
+    stops = {tokenizer.eos_token_id, turn_end(tokenizer).token}
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             prompt, turn = ids_of(index, add_prompt=True), ids_of(index + 1)
@@ -395,12 +396,12 @@ def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) 
             if turn[: len(prompt)] != prompt or end < len(prompt) or lost:
                 raise InvalidData(
                     f"has an answer, turn {index + 1}, whose tokens the chat template does not "
-                    "keep: it may begin with spaces. Change it, or give --skip-bad-rows"
+                    "keep: it may drop thoughts or spaces. Change it, or give --skip-bad-rows"
                 )
-            # a model stops at its end token, after which the template may have more
-            if (stop := tokenizer.eos_token_id) in (answer := turn[len(prompt) : end]):
-                end -= answer[::-1].index(stop)
-            answers.append((len(prompt), end))
+            # a model stops at its first end token, after which the template may have more
+            places = range(len(prompt), end)
+            end = next((place + 1 for place in places if turn[place] in stops), end)
+            answers += [(len(prompt), end)] if places else []
     return Conversation(tuple(ids), tuple(answers))
 
 

@@ -70,12 +70,16 @@ def test_formats_are_equivalent(record: dict[str, Any], tokenizer: PreTrainedTok
 
 @pytest.mark.parametrize(
     ("turns", "answers"),
-    [  # an end token only after the last turn, and only after users' turns
+    [  # an end token only after the last turn, only after users' turns; two; another with more
         ("{{ m.role }} {{ m.content }} {% if loop.last %}<end>{% endif %}", ["b", "a a <end>"]),
         ("{{ m.role }} {{ m.content }} {% if m.role == 'user' %}<end> {% endif %}", ["b", "a a"]),
+        ("{{ m.role }} {{ m.content }} <end> c <end> ", ["b <end>", "a a <end>"]),
+        ("{{ m.role }} {{ m.content }} <unused> <line> ", ["b <unused>", "a a <unused>"]),
+        ("{{ m.role }} {{ m.content if m.role == 'user' }} ", []),
     ],
 )
 def test_templates_may_end_turns_in_any_way(turns: str, answers: list[str]) -> None:
+    """A model stops at its first end token; an answer without tokens is none."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}" + turns + "{% endfor %}"
