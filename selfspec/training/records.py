@@ -284,7 +284,9 @@ def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int 
         drafts[layer] = [(scores.confidence[best], scores.right) for scores in (first, later)]
         ranked = first.confidence[best].sort(descending=True).values
         places = (torch.tensor(_SHARES) * (len(ranked) - 1)).long()
-        candidates[layer] = sorted({max(float(value), 1e-3) for value in ranked[places]})
+        # as the config has them, rounded down: a head that is surer than 0.9995 must not need 1
+        taus = (math.floor(1000 * tau) / 1000 for tau in ranked[places].tolist())
+        candidates[layer] = sorted({max(tau, 1e-3) for tau in taus})
 
     cost = DraftCost.with_costs(costs, heads.config.num_layers)
 
@@ -298,13 +300,11 @@ def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int 
                         rate, gain = expected_gain(cost, layers, first, later, width)
                         yield Setting(layers, taus, width, rate, gain)
 
-    setting = max(settings(), key=lambda setting: setting.speed_up)
-    rounded = tuple(round(tau, 3) for tau in setting.exit_threshold)
     return Calibration(
         positions=text.answers,
         coverage=coverage(heads, text.batches()),
         layers=reliabilities,
-        setting=replace(setting, exit_threshold=rounded),
+        setting=max(settings(), key=lambda setting: setting.speed_up),
         costs=costs,
     )
 

@@ -126,6 +126,18 @@ def test_calibrated_heads_carry_settings_that_the_runtime_uses(
     assert 1.0 < single.speed_up < calibration.setting.speed_up
 
 
+def test_the_setting_is_the_one_that_was_evaluated(
+    learned: tuple[Job, Fitted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Surer than the threshold's last digit, heads draft as often as the expected gain says."""
+    sure = torch.linspace(0.99955, 0.9999, 210).repeat(len(records.TEMPERATURES), 1)
+    scores = records.Scores(sure, torch.ones(210, dtype=torch.bool))
+    monkeypatch.setattr(records, "score", lambda *_: {2: (scores, scores), 4: (scores, scores)})
+    setting = records.calibrate(learned[1].heads, learned[0].validation, FLAT).setting
+    assert setting.compression_rate == pytest.approx(8.0)
+    assert bool((sure >= setting.exit_threshold[0]).all())
+
+
 def test_slower_settings_are_never_written_and_the_report_names_the_faster(
     learned: tuple[Job, Fitted], fitted: Fitted, tmp_path: Path
 ) -> None:
