@@ -140,7 +140,7 @@ def _without_folders(record: Any) -> Any:
 
 # --- calibration: measured on held-out text, chosen by the cost model
 
-TEMPERATURES = tuple(round(0.5 * 1.06**step, 4) for step in range(31))  # candidates, 0.5 to 2.9
+TEMPERATURES = tuple(round(1.06**step, 4) for step in range(-12, 19))  # candidates, 0.5 to 2.9
 
 _BINS = 15
 
@@ -195,11 +195,10 @@ def reliability(first: Scores, second: Scores | None = None) -> Reliability:
     """Fit the temperature under which right and wrong predictions have the highest likelihood."""
     chances = torch.where(first.right, first.confidence, 1.0 - first.confidence).double()
     best = int(chances.clamp_min(1e-9).log().mean(-1).argmax())  # log-likelihood
-    neutral = min(range(len(TEMPERATURES)), key=lambda i: abs(TEMPERATURES[i] - 1.0))
     return Reliability(
         agreement=first.right.double().mean().item(),
         temperature=TEMPERATURES[best],
-        ece_before=calibration_error(first.confidence[neutral], first.right),
+        ece_before=calibration_error(first.confidence[TEMPERATURES.index(1.0)], first.right),
         ece=calibration_error(first.confidence[best], first.right),
         agreement_second=None if second is None else second.right.double().mean().item(),
     )

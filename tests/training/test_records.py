@@ -51,6 +51,8 @@ def test_the_fitted_temperature_makes_confidence_true() -> None:
     reliability = records.reliability(records.Scores(confidence, right))
     assert reliability.temperature == pytest.approx(2.0, rel=0.1)
     assert reliability.ece < 0.02 < reliability.ece_before
+    expected = records.calibration_error((2.0 * truth).sigmoid(), right)
+    assert reliability.ece_before == expected  # at temperature 1, not near it
 
 
 def test_exits_are_at_the_first_sure_layer() -> None:
