@@ -761,7 +761,8 @@ def bar(name: str, unit: str, *, rate: bool = False) -> Iterator[Callable[..., N
 
 
 def repair_streams() -> None:
-    """Reopen closed streams, and escape characters that a stream cannot encode."""
+    """Reopen closed streams, escape characters that they cannot encode, and give them a width."""
+    os.environ["COLUMNS"] = os.environ.get("COLUMNS", "").lstrip("0")  # rich prints nothing at 0
     for number in range(3):
         try:
             os.fstat(number)

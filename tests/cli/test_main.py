@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import lzma
 import os
 import re
 import signal
@@ -142,6 +143,15 @@ def test_closed_or_full_streams(words: str, code: int, said: str, tmp_path: Path
     assert said in result.stderr
     assert not re.search("Traceback|Exception", result.stderr)
     assert len(result.stderr.splitlines()) <= 1
+
+
+def test_a_terminal_of_no_columns_loses_no_line(tmp_path: Path) -> None:
+    trace = lzma.decompress((ROOT / "docs/gallery/sum.jsonl.xz").read_bytes())
+    (tmp_path / "sum.jsonl").write_bytes(trace)
+    command = "selfspec trace --from sum.jsonl"
+    usual, *others = [shell(command, tmp_path, COLUMNS=width).stdout for width in ("80", "0", "00")]
+    assert "drafts kept" in usual
+    assert others == [usual] * 2
 
 
 @pytest.mark.parametrize("words", ["--help", "heads list"])
