@@ -257,6 +257,8 @@ def data(*, args: Given) -> None:
     """
     options = options_of(DataOptions, args)
     base.require(args, "output")
+    if "endpoint" in args:
+        check_packages("--endpoint", "httpx", extra="train")
     if _worker_count(args) > 1 and "endpoint" in args:
         raise InvalidOption("workers with endpoint: a server needs no workers. Drop one")
     if "source" in args:

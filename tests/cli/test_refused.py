@@ -249,6 +249,15 @@ def test_arguments_against_the_model_are_refused(line: str, words: str, refused:
     refused(line, words)
 
 
+def test_a_missing_package_is_named_with_its_extra(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfspec.errors.find_spec", lambda name: None)
+    refused(
+        "data D --tokens 9 --endpoint U", "--endpoint needs httpx: pip install 'selfspec[train]'"
+    )
+
+
 def test_missing_or_non_utf_8_prompts(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(["generate", "\udcff"], "the prompt is not UTF-8")
     refused("data --tokens 9 --output new.jsonl --system \udcff", "is '\\udcff', half a character")
