@@ -142,7 +142,8 @@ def compiled_library(source: Path, macro: str) -> ctypes.CDLL:
         reason = f"no compiled library: {error}"
         if isinstance(error, subprocess.CalledProcessError):
             lines = error.stderr.decode(errors="replace").strip().splitlines() or [str(error)]
-            reason = f"the compiler failed: {lines[-1]}"
+            reason = next((line for line in lines if "error:" in line), lines[-1])
+            reason = f"the compiler failed: {reason}"
         elif isinstance(error, FileNotFoundError) and error.filename == compiler.command()[0]:
             reason = f"no compiled library: there is no C++ compiler {error.filename}"
         _log_once(

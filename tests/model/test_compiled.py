@@ -172,8 +172,8 @@ def test_an_unwritable_cache_folder_only_costs_time(
 
 @needs_compiler
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(source: Path) -> None:
-    source.write_text("#error not today", encoding="utf-8")
-    with pytest.raises(ValueError, match="the compiler failed"):
+    source.write_text('#error not today\n#include "nothing.hpp"', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"the compiler failed: .+ error: #error not today"):
         compiled_library(source, NUMBER)
     assert not list((cache_folder() / "compiled").iterdir())
 
