@@ -62,6 +62,7 @@ class Backbone(Decoder):
         check_model(model)
         check.refuse_unsupported(model)
         super().__init__(model)
+        self.refuse_autocast()
         if fingerprint is not None:
             self.fingerprint = fingerprint
         self.refusals: dict[str, str] = {}  # by executor: why it cannot run this model
@@ -207,16 +208,20 @@ class Backbone(Decoder):
                 "Use the model's own tokenizer"
             )
 
-    def require_unchanged(self, name: str = "model") -> None:
-        """Raise ModelChanged if the model changed since it was wrapped, InvalidOption in autocast.
-
-        Takes well under a millisecond.
-        """
+    def refuse_autocast(self) -> None:
+        """Raise InvalidOption in autocast, in which the model's own layers give other numbers."""
         if torch.is_autocast_enabled(self.device.type):
             raise InvalidOption(
                 "torch.autocast is on, which compiled layers ignore. Turn it off, and load the "
                 "model in the dtype that you want: dtype=torch.bfloat16"
             )
+
+    def require_unchanged(self, name: str = "model") -> None:
+        """Raise ModelChanged if the model changed since it was wrapped, InvalidOption in autocast.
+
+        Takes well under a millisecond.
+        """
+        self.refuse_autocast()
         if (change := self._watch.change()) is not None:
             raise ModelChanged(
                 f"the {name} has changed since it was wrapped: {change}. Wrap the model again: "

@@ -94,13 +94,19 @@ def test_heads_of_another_dtype_still_draft(exact: Any, kind: str) -> None:
     assert answer.token_ids == plain.token_ids
 
 
-def test_autocast_around_an_answer_is_refused(exact: Any) -> None:
-    speculator = wrap(exact, heads="none")
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(InvalidOption, match="autocast is on"),
+def test_autocast_is_refused_around_wrapping_an_answer_or_its_rounds(exact: Any) -> None:
+    speculator, ids = wrap(exact, heads="none"), random_ids(5)
+    stream = speculator.stream(ids, max_new_tokens=2)
+    for work in (
+        lambda: wrap(exact, heads="none"),
+        lambda: speculator.generate(ids, max_new_tokens=2),
+        stream.drain,
     ):
-        speculator.generate(random_ids(5), max_new_tokens=2)
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(InvalidOption, match="autocast is on"),
+        ):
+            work()
 
 
 def test_missing_heads_are_reported(exact: Any, caplog: pytest.LogCaptureFixture) -> None:
