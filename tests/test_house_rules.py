@@ -41,15 +41,15 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27365,
-    "model": 6839,
-    "decoding": 4774,
+    "tests/": 27416,
+    "model": 6845,
+    "decoding": 4776,
     "training": 3684,
     "eval": 2776,
     "eval/": 3440,
-    "cli": 3191,
+    "cli": 3194,
     "serve": 2930,
-    "api": 2338,
+    "api": 2339,
     "heads": 1669,
     "visualise": 1542,
     "hub": 1611,
