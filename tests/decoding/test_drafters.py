@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest.mock import PropertyMock
 
 import numpy as np
 import pytest
@@ -507,6 +509,18 @@ def test_redrafting_a_window_gives_the_models_tokens_and_keeps_caches(executor: 
     assert lengths(state) == {20}
     draft, expected = (drafted(skipping(skipped=(3,)), one) for one in (state, untouched))
     assert draft.tokens == expected.tokens
+
+
+@torch.inference_mode()
+def test_a_draft_keeps_its_layers_while_another_text_finds_better_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layers that skipped a token have no keys of it; masks of a sliding window count them."""
+    state, drafter = entered(wrapped("mistral"), random_ids(9)), skipping(threshold=0.0)
+    expected = drafted(drafter, state).tokens
+    sets = PropertyMock(side_effect=cycle([drafter._search.skipped, (3,)]))
+    monkeypatch.setattr(draft_model.LayerSearch, "skipped", sets, raising=False)
+    assert drafted(drafter, state).tokens == expected
 
 
 @torch.inference_mode()

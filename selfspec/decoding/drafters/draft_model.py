@@ -182,8 +182,9 @@ class SkipDrafter(ChoosingDrafter):
             yield from self._try_layers(state)
         writer = DraftWriter(self, limit, source=SKIP)
         length, ids, rows = state.kv.length(), state.ids, state.committed(-1)
+        skipped = self._skipped or self._search.skipped  # another text may soon find better ones
         while writer.room:
-            target = yield from logits_without(state, rows, self._skipped or self._search.skipped)
+            target = yield from logits_without(state, rows, skipped)
             choice, confidence, signal = self._choose(ids, target.row(0))
             writer.add(choice, signal)
             if writer.room and confidence < self.threshold:
