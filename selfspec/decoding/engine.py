@@ -457,10 +457,10 @@ class Engine:
         """
         for name, value, kind, least in (
             ("most", most, int, 1),
-            ("patience", patience, float, 0),
-            ("kv_memory", kv_memory, int, 0),
+            ("patience", patience, float | None, 0),
+            ("kv_memory", kv_memory, int | None, 0),
         ):
-            check_types({name: value}, {name: kind | None})
+            check_types({name: value}, {name: kind})
             if value is not None and value < least:
                 raise InvalidOption(f"{name} is {value}, expected at least {least}")
         self.runtime = runtime

@@ -230,7 +230,7 @@ WRAPS: list[dict[str, Any]] = [
 ]
 MANY: list[dict[str, Any]] = [
     *({"prompts": prompts} for prompts in (None, 5, "one prompt", b"x", {"role": "user"})),
-    *({"most": value} for value in ("x", 0, 1.5)),
+    *({"most": value} for value in ("x", 0, 1.5, None)),
     *({"kv_memory": value} for value in ("1GB", -1)),
     *({"seeds": value} for value in (5, "x")),
     *({"temprature": 0.5}, {"drafter": "ngrm"}),
