@@ -127,11 +127,12 @@ class Stream:
             handle.update(self.result)
 
     def close(self) -> None:
-        """Stop decoding; if another thread is reading, after its current round."""
+        """Stop decoding; in the midst of a round, by a thread or a streamer, after that round."""
         self._closed = True
         with self._lock:
-            self._pieces.close()
-            self._running.close()
+            if not self._pieces.gi_running:
+                self._pieces.close()
+                self._running.close()
 
     @property
     def result(self) -> Generation:
@@ -183,7 +184,8 @@ class Stream:
                     self._piece_list.append(Piece(piece, giver))
                     if piece:
                         yield piece
-                if self._closed:  # by another thread
+                if self._closed:  # by another thread, or from within
+                    self._running.close()
                     break
             if piece := stops.push(decoder.push([], last=True), last=True):
                 last = self._piece_list[-1]

@@ -56,6 +56,15 @@ def test_a_streamer_hears_prompt_tokens_and_end(speculator: Speculator, exact: A
         assert (second.heard, second.ended) == (listener.heard, 1)
 
 
+def test_a_streamer_may_close_its_stream(speculator: Speculator) -> None:
+    listener = Mock()
+    stream = speculator.stream(random_ids(13), max_new_tokens=200, streamer=listener)
+    listener.put = lambda _: stream.close()
+    assert 0 < len(stream.drain().token_ids) < 20
+    assert stream._running.ended
+    listener.end.assert_called_once_with()
+
+
 def test_a_streamer_hears_the_end_after_an_error_too(speculator: Speculator) -> None:
     listener, criteria = Listener(), [lambda *_: 1 // 0]
     with pytest.raises(ZeroDivisionError):
