@@ -92,8 +92,12 @@ def test_drafting_is_switched_off_if_nothing_pays() -> None:
     winner = race(SETTINGS, 4, Stopwatches({}, usual=12.5), unseen)
     assert winner.options == PLAIN
     assert not winner.options["speculate"]
-    assert winner.sentence().startswith("plain decoding is faster here: the best of 9 settings")
-    assert "0.80 x" in winner.sentence()
+    assert winner.sentence().startswith("drafts do not pay here: the best of 9 settings")
+    assert "0.80 x, so" in winner.sentence()
+    slow: dict[Any, float] = {(name, 3): 20.0 for name in "123456789"}
+    winner = race(SETTINGS, 12, Stopwatches(slow, usual=5.0), unseen, "latency")
+    assert (winner.options, winner.speed_up > 1.0) == (PLAIN, True)
+    assert f"gives {winner.percentile_5:.2f} x or more for 95 % of" in winner.sentence()
 
 
 def test_answers_of_one_token_are_ignored() -> None:
