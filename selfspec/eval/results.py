@@ -6,6 +6,7 @@ Imports no torch by itself, because commands name suites in their help.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -431,10 +432,17 @@ def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
     return float(BLEU(effective_order=True).corpus_score(texts, [references]).score)
 
 
+class _Words:
+    """Splits as rouge_score does, whose own words have ASCII letters and digits only."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return re.findall(r"[^\W_]+", text.lower())
+
+
 def rouge_l(texts: Sequence[str], references: Sequence[str]) -> float:
     """Mean F1 of the longest common subsequence of words, 0 to 1, without stemming."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer = RougeScorer(["rougeL"])
+    scorer = RougeScorer(["rougeL"], tokenizer=_Words())
     pairs = zip(references, texts, strict=True)
     return statistics.fmean(scorer.score(truth, text)["rougeL"].fmeasure for truth, text in pairs)

@@ -497,6 +497,8 @@ def test_bleu_of_a_word_is_100_and_rouge_l_the_f1_of_the_longest_common_subseque
     f1 = 2 * (4 / 5) * (4 / 6) / (4 / 5 + 4 / 6)
     score = results.rouge_l(["the big cat on mat", WORDS], [WORDS, WORDS])
     assert score == pytest.approx((f1 + 1) / 2)
+    assert results.rouge_l(["Größe", "你好"], ["größe", "你好"]) == 1.0
+    assert results.rouge_l(["grosse"], ["größe"]) == 0.0
 
 
 def test_log_likelihood_is_the_sum_over_the_answers_tokens(model: PreTrainedModel) -> None:
