@@ -50,7 +50,7 @@ class Generation:
     logprobs: list[Logprob] | None = None
     """Log-probabilities of each token, if `logprobs` was given."""
     estimate: Estimate | None = None
-    """None if nothing was drafted, or if passes were shared with other texts."""
+    """None if nothing was drafted and no head asked, or if passes were shared with other texts."""
     pieces: list[Piece] = field(default_factory=list)
     """The text that each token added, and who gave the token."""
 
@@ -145,7 +145,8 @@ class Stream:
         if pieces:
             pieces[-1] = pieces[-1]._replace(text=pieces[-1].text + rest)
         options, estimate = self.request.speculation, None
-        if self._stats.drafted and not self._running.shared:
+        drafts = self._stats.drafted or any(entry.heads for entry in self.rounds)
+        if drafts and not self._running.shared:
             gain = self._running.draft_cost(options).gain(self.rounds)
             estimate = Estimate(gain, options.costs.rows is not None)
         return Generation(

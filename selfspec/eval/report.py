@@ -126,12 +126,12 @@ def _figures(group: pd.DataFrame, methods: Iterable[str], seed: int) -> dict[str
     for label in methods:
         runs = group[group.method == label]
         drafted, passes = runs.drafted.sum(), runs.passes.sum()
-        by_costs = runs.by_costs.astype(float).fillna(1.0)
+        by_costs = runs.by_costs.astype(float)
         by_label[label] = {
             "answers": len(runs),
             "compression_rate": float(runs.tokens.sum() / passes) if passes else None,
             "acceptance_rate": float(runs.accepted.sum() / drafted) if drafted else None,
-            "worst_by_costs": float(by_costs.min()) if drafted else None,
+            "worst_by_costs": float(by_costs.fillna(1.0).min()) if by_costs.any() else None,
         }
         for base in BASES:
             above, below = seconds_by_prompt(group, base, label).to_numpy().T

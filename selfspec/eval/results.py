@@ -200,7 +200,7 @@ class Run:
     equal: bool = False  # the tokens are those of plain decoding
     counts: dict[str, dict[str, float]] = field(default_factory=dict)
     """Counts of our runtime: seconds by part; drafted and accepted by exit layer and index."""
-    by_costs: float | None = None  # estimated speed-up after the prompt, if drafts were made
+    by_costs: float | None = None  # estimated speed-up after the prompt, if heads or drafts cost
     quality: Quality | None = None  # of the text up to the method's own end, if judged
     error: str | None = None  # why there is no answer
 

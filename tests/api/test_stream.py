@@ -109,6 +109,13 @@ def test_the_estimate_follows_from_the_costs(speculator: Speculator) -> None:
         "selfspec tune)"
     )
     assert answer.summary().endswith(" times as fast as without drafts (by costs measured here)")
+    unsure = speculator.stream(
+        random_ids(9), drafter="exit:threshold=1", costs="head=0.25", **options
+    )
+    estimate, asked = unsure.drain().estimate, sum(entry.heads for entry in unsure.rounds)
+    assert (unsure.result.stats.drafted, asked > 0) == (0, True)
+    assert estimate is not None  # heads cost, although they are never sure
+    assert estimate.speed_up == pytest.approx(19 / (19 + 0.25 * asked))
     plain = speculator.generate(random_ids(9), speculate=False, **options)
     assert re.fullmatch(r"20 tokens at [\d.]+ tokens/s, 1.0 tokens per pass", plain.summary())
 

@@ -115,6 +115,8 @@ def test_a_failed_run_is_left_out_for_both_and_reported_like_a_differing_text() 
     summary = summarise([*ANSWERS, broken, unmeasured, odd], METHODS)
     figures = summarise([odd], METHODS)["all"]["overall"]["fast"]  # only the prompt's pass
     assert figures["compression_rate"] is None
+    unsure = answer(runs={"fast": run(4.0, (1, 1.0), (3, 3.0), by_costs=0.9)})  # of heads alone
+    assert summarise([unsure], METHODS)["all"]["overall"]["fast"]["worst_by_costs"] == 0.9
     assert summary["all"]["overall"]["fast"]["over_plain"]["prompts"] == 3
     assert summary["all"]["overall"]["plain"]["over_plain"]["prompts"] == 4
     assert summary["failures"] == ["q4, turn 1, fast: ValueError: no", "q5, turn 1: too long"]
