@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -260,6 +261,8 @@ def _record(
     questions: tuple[list[results.Question], list[results.Question]],
 ) -> dict[str, dict[str, Any]]:
     """Everything that the figures depend on, ready for YAML. Files are named without a folder."""
+    from selfspec.api import tuned
+
     backbone, heads = speculator.backbone, speculator.heads
     flags = ("heads", "draft_model", "datastore")
     file_names = {name: Path(args[name]).name for name in flags if args.get(name)}
@@ -268,6 +271,7 @@ def _record(
         "questions": {
             "reported": len(questions[0]),
             "settings_chosen_on": [question.id for question in questions[1]],
+            "digest": hashlib.sha256(repr(questions).encode()).hexdigest()[:16],
         },
         "model": {
             "name": speculator.label,
@@ -275,6 +279,7 @@ def _record(
             "device": str(backbone.device),
             "executor": backbone.executor_name,
             "heads": file_names.get("heads", "default" if heads else "none"),
+            "heads_digest": heads and tuned.heads_hash(heads)[:16],
             "head_type": heads and heads.config.head_type,
             "exit_layers": heads and heads.config.exit_layers,
             "draft_model": file_names.get("draft_model"),

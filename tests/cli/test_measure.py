@@ -55,7 +55,9 @@ def test_bench_writes_the_run_the_answers_and_the_tables(workplace: Path, call: 
     run = run_of(workplace)
     assert run["run"]["suite"] == "suite.jsonl"
     assert run["run"]["methods"] == ["hugging-face", "plain", "speculation", "ngram", "ngram+exit"]
+    digest = run["questions"].pop("digest")
     assert run["questions"] == {"reported": 2, "settings_chosen_on": []}
+    assert len(digest) == len(run["model"]["heads_digest"]) == 16
     assert run["speculation"]["drafter"] == "exit:layers=2/4,threshold=0.05"
     assert run["machine"]["threads"] == 1
     compiled = run["machine"]["compiled"] is not None
@@ -109,6 +111,12 @@ def test_results_are_neither_overwritten_nor_continued_unasked(
     assert "was begun with limit 1, not 2. Give the same" in call([*command, "2"], 2).err
     assert main([*command, "1"]) == 0
     assert answers.read_text() == before
+    (workplace / "out" / "summary.json").unlink()
+    suite = (workplace / "suite.jsonl").read_text()
+    (workplace / "suite.jsonl").write_text(suite.replace('"prompt": "', '"prompt": "a '))
+    assert "was begun with digest " in call([*command, "1"], 2).err  # ids, and so answers, match
+    (workplace / "suite.jsonl").write_text(suite)
+    assert main([*command, "1"]) == 0
     with monkeypatch.context() as killed:
         killed.setattr("selfspec.eval.concurrency.table", Mock(side_effect=KeyboardInterrupt))
         assert main([*command, "1", "--concurrency", "1"]) == 130
