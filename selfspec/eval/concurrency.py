@@ -109,9 +109,10 @@ def padded_batch(
         rows = [_through_end(row, ends) for row in output[:, ids.shape[1] :].tolist()]
         answers += rows
         load.first_s += [times[0] - start] * len(group)
-        if len(group) == texts and len(times) > 1:
-            load.steps_s += times[-1] - times[0]
-            load.steps_tokens += sum(len(tokens) - 1 for tokens in rows)
+        full = min(map(len, rows))  # later steps pad the texts that have ended
+        if len(group) == texts and full > 1:
+            load.steps_s += times[full - 1] - times[0]
+            load.steps_tokens += (full - 1) * texts
     load.seconds = time.perf_counter() - start
     return load, answers
 

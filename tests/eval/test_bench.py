@@ -313,6 +313,9 @@ def test_answers_of_all_methods_end_at_the_templates_end_of_turn(bare: Speculato
         loads[end] = [*measure_loads(speculator, QUESTIONS, (3,), [*concurrency.METHODS], options)]
         assert speculator.turn_end is end
         assert [load.same for load in loads[end]] == [len(QUESTIONS)] * len(concurrency.METHODS)
+        steps_tokens = {load.method: load.steps_tokens for load in loads[end]}
+        shortest = 3 if end.token == token else LONG  # only rounds of all three texts count
+        assert steps_tokens["hugging-face-padded"] == 3 * (shortest - 1)
     by_token, by_text = (entries[0].tokens for entries in loads.values())
     assert by_token < by_text == LONG * len(QUESTIONS)
 
