@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from html import escape
+from inspect import GEN_RUNNING, getgeneratorstate
 from itertools import groupby
 from threading import RLock
 from typing import NamedTuple
@@ -130,7 +131,7 @@ class Stream:
         """Stop decoding; in the midst of a round, by a thread or a streamer, after that round."""
         self._closed = True
         with self._lock:
-            if not self._pieces.gi_running:
+            if getgeneratorstate(self._pieces) != GEN_RUNNING:
                 self._pieces.close()
                 self._running.close()
 
