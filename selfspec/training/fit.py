@@ -77,7 +77,7 @@ class Fitted:
 class Agreement(NamedTuple):
     """Agreement of one exit layer with the model; shares are in [0, 1]."""
 
-    positions: int  # held-out answer positions
+    positions: int  # held-out answer positions; none if eagle3 heads see second tokens alone
     agreement: float  # share where the head's top token is the model's
     agreement_second: float | None
     """The same share for the second draft of a round, after a right first one; None for heads that
@@ -330,7 +330,7 @@ def agreements(heads: ExitHeads, batches: Iterable[Features]) -> dict[int, Agree
     """Agreement by exit layer over the full vocabulary, on the batches of all processes."""
     counts = _global_sums(count_right(heads, batches, 2)).tolist()
     return {
-        layer: Agreement(first, right / first, right_later / later if later else None)
+        layer: Agreement(first, right / max(1, first), right_later / later if later else None)
         for layer, ((first, right), (later, right_later)) in zip(
             heads.config.exit_layers, counts, strict=True
         )

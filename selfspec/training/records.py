@@ -272,11 +272,12 @@ class Calibration:
 
 def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int = 2) -> Calibration:
     """Measure, fit temperatures, and choose layers, thresholds and bounds by the cost model."""
-    if not text.answers:
+    scores = score(heads, text.batches()) if text.answers else {}
+    if not any(len(first.right) for first, _ in scores.values()):
         raise InvalidData("the text holds no answers to measure. Give another --data")
     reliabilities, drafts = dict[int, Reliability](), dict[int, list[tuple[Tensor, Tensor]]]()
     candidates = dict[int, list[float]]()
-    for layer, (first, later) in score(heads, text.batches()).items():
+    for layer, (first, later) in scores.items():
         later = later if len(later.right) else first  # if every answer is one token
         reliabilities[layer] = reliability(first, later if heads.feeds_itself else None)
         best = TEMPERATURES.index(reliabilities[layer].temperature)

@@ -33,7 +33,7 @@ from selfspec.training.text import Conversation
 from tests.bad_input import NAN, one_line
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, STEPS, WIDTH, states, target, text
 from tests.heads.test_folders import FIRST, read
-from tests.models import VOCAB_SIZE, make_model, noted, wrapped
+from tests.models import CHEAP, VOCAB_SIZE, make_model, noted, wrapped
 from tests.talks import Talks, make_talks
 
 LAYERS = (2, 4)
@@ -327,6 +327,15 @@ def stop_after(count: int) -> fitting.Show:
             raise KeyboardInterrupt
 
     return listen
+
+
+def test_heads_that_attend_have_no_draft_of_a_second_token(backbone: Backbone) -> None:
+    pairs = [Conversation((1, 2), ((1, 2),))] * 2
+    job = make_job(backbone, pairs, epochs=1, head_type="eagle3", exit_layers=(0,))
+    result = fitting.fit(job)
+    assert result.metrics["layers"]["0"]["positions"] == 0
+    with pytest.raises(InvalidData, match="no answers to measure"):
+        records.calibrate(result.heads, job.validation, CHEAP)
 
 
 def test_a_killed_fit_ends_the_same(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
