@@ -112,6 +112,8 @@ def possible_exit_layers(head_type: str, num_layers: int) -> range:
 def check_exit_layers(numbers: Iterable[int], allowed: Iterable[int], kind: str = "exit") -> None:
     """Raise InvalidOption unless `numbers` is an ascending, non-empty selection from `allowed`."""
     layers, choice = list(numbers), list(allowed)
+    if not choice:
+        raise InvalidOption(f"a model of one layer has no {kind} layers. Give another head type")
     for layer in layers:
         if layer not in choice:
             listed = f"{choice[0]}..{choice[-1]}" if len(choice) > 12 else choice

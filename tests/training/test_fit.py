@@ -479,6 +479,14 @@ def test_options_that_do_not_fit_the_model_are_refused(
         fitted(backbone, talks, **change)
 
 
+@pytest.mark.parametrize(("head_type", "kind"), [("linear", "exit"), ("eagle3", "state")])
+def test_a_model_of_one_layer_has_few_head_types(head_type: str, kind: str) -> None:
+    with pytest.raises(InvalidOption, match=f"one layer has no {kind} layers. Give another"):
+        fitting.feature_spec(
+            wrapped("llama", num_hidden_layers=1), FitOptions(head_type=head_type), measured=True
+        )
+
+
 # --- losses and agreement
 
 
