@@ -243,7 +243,8 @@ def _gguf_file(name: str | Path | None) -> Path | None:
 
 _NEEDED = {  # files that a model needs besides config.json
     "weights": ("*.safetensors",),
-    "tokenizer": ("tokenizer.*", "vocab*", "*.model", "tekken.json"),  # a config alone is none
+    # a config alone is none; one of bytes has only added tokens
+    "tokenizer": ("tokenizer.*", "vocab*", "*.model", "tekken.json", "added_tokens.json"),
 }
 
 

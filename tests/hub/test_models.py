@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from transformers import ByT5Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from selfspec.errors import HeadsNotFound, ModelNotFound
@@ -260,7 +261,7 @@ def test_loading_shows_no_progress_bars_and_keeps_the_setting(
     ("gone", "message"),
     [
         ("model.safetensors", r"has no weights \(\*.safetensors\)\. Copy all files"),
-        ("token*", r"has no tokenizer \(tokenizer\.\*, vocab\*, \*.model, tekken.json\)\. Copy"),
+        ("token*", r"has no tokenizer \(tokenizer\.\*, vocab\*, \*.model, tekken.json, added"),
         ("tokenizer.json", r"has no tokenizer \(tokenizer\.\*"),  # but a tokenizer_config.json
         ("config.json", r"has no config\.json\. It holds an adapter: save .*merge_and_unload"),
     ],
@@ -278,6 +279,13 @@ def test_a_missing_file_of_a_model_folder_is_named_on_one_line(
     torch.save({}, broken / "pytorch_model.bin")
     with pytest.raises(ModelNotFound, match="pickles: convert" if "model" in gone else message):
         hub.load_model(broken)
+
+
+def test_a_tokenizer_of_bytes_has_no_vocabulary_file(folder: Path, tmp_path: Path) -> None:
+    plain = Path(shutil.copytree(folder, tmp_path / "bytes"))
+    (plain / "tokenizer.json").unlink()
+    ByT5Tokenizer().save_pretrained(plain)
+    assert hub.load_model(plain, device="cpu")[1].tokenize("ab") == ["a", "b"]
 
 
 # --- heads
