@@ -371,9 +371,9 @@ def test_on_a_gpu_it_is_chosen_if_it_can_capture(monkeypatch: pytest.MonkeyPatch
 
 def test_models_that_cannot_be_captured_are_refused_by_name() -> None:
     hooked, flash, spread = (make_model("llama") for _ in range(3))
+    elsewhere = torch.nn.Linear(32, 96, bias=False, device="meta")
     hooked.model.layers[2].mlp.register_forward_hook(lambda *_: None)
     flash.config._attn_implementation = "flash_attention_2"
-    spread.lm_head = torch.nn.Linear(32, 96, bias=False, device="meta")
     for model, reason in (
         (hooked, r"layers\.2\.mlp has hooks"),
         (flash, "attention is flash_attention_2"),
@@ -383,7 +383,7 @@ def test_models_that_cannot_be_captured_are_refused_by_name() -> None:
         (tiny_model("mixtral", torch.float32), r"Mixtral\w+ reads values back"),
     ):
         with pytest.raises(ValueError, match=reason):
-            CudaGraphExecutor(parts_of(model), model.lm_head)
+            CudaGraphExecutor(parts_of(model), elsewhere if model is spread else model.lm_head)
 
 
 def test_an_executor_with_other_results_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
