@@ -207,7 +207,7 @@ def test_tuned_settings_are_kept_used_and_forgotten(workplace: Path, call: Call)
     suite = [*SUITE, "--limit", "2", "--objective", "latency"]
     output = call(["tune", *HEADS, *SIX, *suite, "--dry-run"]).out
     assert "settings tried on 2 prompts" in output
-    assert "plain decoding" in output
+    assert "x plain decoding" in output or "drafting is switched off" in output  # as timed
     assert tuned.files() == []
 
 
