@@ -31,7 +31,7 @@ from selfspec.training.features import FeatureSpec, Selection, StreamSource
 from selfspec.training.fit import count_right
 from selfspec.training.options import DataOptions
 from selfspec.training.selfgen import Author, talk_of
-from selfspec.training.text import Conversation, Counts, encode
+from selfspec.training.text import Conversation, Counts, from_ids
 
 DRAFTS, BATCH_TOKENS = 3, 2048
 Right = dict[str, list[tuple[int, int]]]
@@ -76,7 +76,7 @@ def answers(
             for question in questions
         ]
         for record in author.write(author.converse(talk, Counts()) for talk in talks):
-            texts[record["family"]].append(encode(record, tokenizer))
+            texts[record["family"]].append(from_ids(record))
     return dict(texts)
 
 

@@ -45,7 +45,7 @@ from selfspec.training.options import (
     seconds_of,
 )
 from selfspec.training.recipe import Passages, Recipe, read_recipe
-from selfspec.training.text import Conversation, Reader, Writer, encode, questions_of, special_ids
+from selfspec.training.text import Conversation, Reader, Writer, from_ids, questions_of, special_ids
 
 logger = logging.getLogger(__name__)
 
@@ -379,7 +379,7 @@ class _Adaptation:
         """Features to fit and to measure on, and the held-out texts with their families."""
 
         def parse(record: dict[str, Any]) -> tuple[str, Conversation]:
-            return str(record.get("family", "")), encode(record, self._tokenizer)
+            return str(record.get("family", "")), from_ids(record)
 
         rows = list(Reader(self.folder / TEXT, parse))
         answered = [row for row in rows if row[1].answers]

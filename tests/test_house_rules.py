@@ -41,10 +41,10 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27490,
+    "tests/": 27514,
     "model": 6845,
     "decoding": 4777,
-    "training": 3685,
+    "training": 3705,
     "eval": 2788,
     "eval/": 3440,
     "cli": 3199,

@@ -21,7 +21,7 @@ import selfspec
 from selfspec.files import write
 from selfspec.training.features import pad_batch, plan_batches
 from selfspec.training.records import entropies
-from selfspec.training.text import DROPPED, encode
+from selfspec.training.text import DROPPED, from_ids
 
 
 def main(
@@ -62,7 +62,7 @@ def counted(lines: list[dict[str, Any]], counts: dict[str, dict[str, int]]) -> p
     """By family: rows, tokens, lengths; in percent loops of answers and rows that were dropped."""
     rows = []
     for line in lines:
-        ids, answers = encode(line, None)
+        ids, answers = from_ids(line)
         said = sum(end - first for first, end in answers)
         rows.append((line.get("family", ""), len(ids) - said, said, len(answers)))
     found = pd.DataFrame(rows, columns=["family", "prompt", "answer", "turns"])
@@ -96,7 +96,7 @@ def uncertainty(
     found = {}
     for name, rows in chosen.items():
         sums = {True: [0.0, 0], False: [0.0, 0]}
-        for group in plan_batches([encode(row, None) for row in rows[:count]], 4096):
+        for group in plan_batches([from_ids(row) for row in rows[:count]], 4096):
             batch = pad_batch(group)
             (hidden,) = backbone.states(batch.ids, (backbone.num_layers,))
             for answers in (True, False):

@@ -119,20 +119,20 @@ def read_conversations(
     Raises InvalidData: file, line, reason. With `skip_bad_rows`, bad rows are skipped and counted.
     """
 
-    def parse(record: dict[str, Any]) -> Conversation:
-        ids = (conversation := encode(record, tokenizer)).ids
-        if len(ids) < 2:
-            raise InvalidData(f"has {len(ids)} tokens, expected at least 2")
-        if len(ids) > max_length:
-            raise InvalidData(f"has {len(ids)} tokens, at most {max_length} fit into a batch")
-        for token in (min(ids), max(ids)):
-            if not 0 <= token < vocab_size:
-                raise InvalidData(f"holds token id {token}, expected 0..{vocab_size - 1}")
-        return conversation
+    def parse(record: dict[str, Any]) -> list[Conversation]:
+        for ids, _ in (conversations := encode(record, tokenizer)):
+            if len(ids) < 2:
+                raise InvalidData(f"has {len(ids)} tokens, expected at least 2")
+            if len(ids) > max_length:
+                raise InvalidData(f"has {len(ids)} tokens, at most {max_length} fit into a batch")
+            for token in (min(ids), max(ids)):
+                if not 0 <= token < vocab_size:
+                    raise InvalidData(f"holds token id {token}, expected 0..{vocab_size - 1}")
+        return conversations
 
     reader = Reader(path, parse, skip_bad_rows=skip_bad_rows)
     conversations, room = list[Conversation](), max_tokens or sys.maxsize
-    for conversation in reader:
+    for conversation in itertools.chain.from_iterable(reader):
         conversations.append(conversation)
         if (room := room - len(conversation.answer_ids)) <= 0:
             break
@@ -274,10 +274,13 @@ def _record(row: Any) -> dict[str, Any]:
 # --- records
 
 
-def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Conversation:
-    """The ids and answers of a record. Raises InvalidData with the reason."""
+def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> list[Conversation]:
+    """The conversations of a record. Raises InvalidData with the reason.
+
+    Several: a template drops thoughts of earlier turns, so each answer has its own context.
+    """
     if "input_ids" in record:
-        return _from_ids(record)
+        return [from_ids(record)]
     if tokenizer is None:
         raise InvalidData("holds no ids, and there is no tokenizer. Give input_ids")
     if "messages" in record or "conversations" in record:
@@ -288,7 +291,7 @@ def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) ->
         if not is_text(record["text"]):
             raise InvalidData("has a text that is no string of Unicode characters")
         ids = tuple(tokenizer(record["text"])["input_ids"])
-        return Conversation(ids, ((1, len(ids)),))
+        return [Conversation(ids, ((1, len(ids)),))]
     raise InvalidData(f"holds {', '.join(record) or 'nothing'}, expected {_EXPECTED}")
 
 
@@ -355,8 +358,11 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and value == value.encode("utf-8", "ignore").decode("utf-8")
 
 
-def _from_ids(record: dict[str, Any]) -> Conversation:
-    """A record with `input_ids` and `answers`, [[first, end], ...], or `answer_start`."""
+def from_ids(record: dict[str, Any]) -> Conversation:
+    """A record with `input_ids` and `answers`, [[first, end], ...], or `answer_start`.
+
+    Raises InvalidData with the reason.
+    """
     ids = record["input_ids"]
     if not isinstance(ids, list) or not {*map(type, ids)} <= {int}:
         raise InvalidData("has input_ids that are no list of whole numbers")
@@ -370,39 +376,53 @@ def _from_ids(record: dict[str, Any]) -> Conversation:
     return Conversation(tuple(ids), tuple((first, end) for first, end in answers))
 
 
-def _from_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> Conversation:
-    """Messages through the chat template; every assistant turn is an answer."""
+def _from_messages(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase
+) -> list[Conversation]:
+    """Messages through the chat template; every assistant turn is an answer.
+
+    An answer follows what the template makes of the turns before it, as when it is generated.
+    """
     if tokenizer.chat_template is None:
         raise InvalidData(
             "holds messages, but the model has no chat template. "
             f"{advice(tokenizer.name_or_path)}; or give input_ids"
         )
 
-    def ids_of(count: int, *, add_prompt: bool = False) -> list[int]:
+    def ids_of(count: int, *, add_prompt: bool = False) -> tuple[int, ...]:
         if not count:
             raise InvalidData("begins with the assistant, expected a user's turn first")
         text = apply_template(tokenizer, messages[:count], add_generation_prompt=add_prompt)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    answers, ids = [], ids_of(len(messages))
     stops = {tokenizer.eos_token_id, turn_end(tokenizer).token}
+    talks = list[Conversation]()
     for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt, turn = ids_of(index, add_prompt=True), ids_of(index + 1)
-            pairs = zip(turn, ids, strict=False)
-            end = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        if message["role"] != "assistant":
+            continue
+        prompt, ids = ids_of(index, add_prompt=True), ids_of(index + 1)
+        first = len(prompt)
+        if ids[:first] != prompt:
+            raise InvalidData(
+                f"has an answer, turn {index + 1}, which the chat template does not put behind "
+                "its prompt: it may drop thoughts. Change it, or give --skip-bad-rows"
+            )
+        # a model stops at its first end token, after which the template may have more
+        places = range(first, len(ids))
+        end = next((place + 1 for place in places if ids[place] in stops), len(ids))
+        if not places:  # an answer without tokens is none
+            continue
+        answers = [(first, end)]
+        if talks:
+            before, pairs = talks[-1], zip(talks[-1].ids, ids, strict=False)
+            same = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
             # some templates end only the last turn
-            lost = {*turn[end:]} - {*tokenizer.all_special_ids}
-            if turn[: len(prompt)] != prompt or end < len(prompt) or lost:
-                raise InvalidData(
-                    f"has an answer, turn {index + 1}, whose tokens the chat template does not "
-                    "keep: it may drop thoughts or spaces. Change it, or give --skip-bad-rows"
-                )
-            # a model stops at its first end token, after which the template may have more
-            places = range(len(prompt), end)
-            end = next((place + 1 for place in places if turn[place] in stops), end)
-            answers += [(len(prompt), end)] if places else []
-    return Conversation(tuple(ids), tuple(answers))
+            if {*before.ids[same : before.answers[-1][1]]} <= {*tokenizer.all_special_ids}:
+                kept = ((start, min(end, same)) for start, end in before.answers if start < same)
+                answers = [*kept, *answers]
+                talks.pop()
+        talks.append(Conversation(ids, tuple(answers)))
+    return talks or [Conversation(ids_of(len(messages)), ())]
 
 
 # --- a file of rows that grows
@@ -439,7 +459,7 @@ class Counts:
         counts[name] += count
 
     def add_row(self, record: Record) -> None:
-        talk, loops = encode(record, None), record.get("loops", 0)
+        talk, loops = from_ids(record), record.get("loops", 0)
         values = (1, len(talk.ids), len(talk.answers), len(talk.answer_ids), loops)
         for name, value in zip(KEPT, values, strict=True):
             self.add(record.get("family", ""), name, value)

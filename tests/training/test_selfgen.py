@@ -79,7 +79,7 @@ def test_rows_differ_and_every_one_is_counted(written: Lines) -> None:
     lines, counts = written
     assert len({key(line["messages"][0]["content"]) for line in lines}) == len(lines)
     assert counts.total("rows") == len(lines)
-    talks = [text.encode(line, None) for line in lines]
+    talks = [text.from_ids(line) for line in lines]
     assert sum(len(talk.answer_ids) for talk in talks) == counts.total("answer_tokens") >= 300
     assert sum(len(talk.answers) for talk in talks) == counts.total("answers")
     assert sum(len(talk.ids) for talk in talks) == counts.total("tokens")

@@ -61,7 +61,7 @@ def numbers(path: Path, **options: Any) -> list[Any]:
 def test_formats_are_equivalent(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Every assistant turn is an answer, up to its end token."""
     assert text.messages_of(record) == TALK
-    ids, answers = text.encode(record, tokenizer)
+    ((ids, answers),) = text.encode(record, tokenizer)
     texts = [[WORDS[token] for token in ids[first:end]] for first, end in answers]
     assert texts == [["b", "<end>"], ["a", "a", "<end>"]]
     encoding: Any = tokenizer.apply_chat_template(TALK, return_dict=True)
@@ -85,8 +85,32 @@ def test_templates_may_end_turns_in_any_way(turns: str, answers: list[str]) -> N
         "{% for m in messages %}" + turns + "{% endfor %}"
         "{% if add_generation_prompt %}assistant {% endif %}"
     ).replace("{% if loop.last %}", "{% if loop.last and not add_generation_prompt %}")
-    ids, spans = text.encode({"messages": TALK}, tokenizer)
+    ((ids, spans),) = text.encode({"messages": TALK}, tokenizer)
     assert [" ".join(WORDS[token] for token in ids[first:end]) for first, end in spans] == answers
+
+
+def test_an_answer_follows_what_the_template_keeps_of_earlier_turns() -> None:
+    """Qwen3 drops thoughts before the last question: each such answer has a text of its own."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }} {% set rest = messages[loop.index :] %}"
+        "{% if m.role == 'assistant' and 'user' not in rest | map(attribute='role') %}<unused> "
+        "{% endif %}{{ m.content }} <end> {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    talks = text.encode({"messages": [*TALK[1:], TALK[2], TALK[1]]}, tokenizer)
+    assert [
+        [" ".join(WORDS[token] for token in ids[start:end]) for start, end in [(0, 99), *answers]]
+        for ids, answers in talks
+    ] == [
+        ["user a b <end> assistant <unused> b <end>", "<unused> b <end>"],
+        [
+            "user a b <end> assistant b <end> user c <end> assistant <unused> a a <end> "
+            "assistant <unused> b <end>",
+            "<unused> a a <end>",
+            "<unused> b <end>",
+        ],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +124,7 @@ def test_templates_may_end_turns_in_any_way(turns: str, answers: list[str]) -> N
 def test_ids_and_text_set_the_learned_tokens(
     record: Any, ids: Any, answers: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    assert text.encode(record, tokenizer) == (ids, answers)
+    assert text.encode(record, tokenizer) == [(ids, answers)]
 
 
 BAD: dict[str, list[Any]] = {
