@@ -25,7 +25,7 @@ from selfspec.training import text
 from tests.authors import counted
 from tests.bad_input import DEEP, one_line
 from tests.models import VOCAB_SIZE
-from tests.talks import WORDS, Talks, make_tokenizer
+from tests.talks import TEMPLATE, WORDS, Talks, make_tokenizer
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 TALK = [
@@ -189,6 +189,9 @@ def test_a_templates_refusal_is_the_reason() -> None:
     picky = make_tokenizer()
     picky.chat_template = "{{ raise_exception('no system here') }}"
     with pytest.raises(InvalidPrompt, match="does not take these messages: no system here"):
+        text.encode({"messages": TALK}, picky)
+    picky.chat_template = TEMPLATE + "{% if add_generation_prompt %}<unused> {% endif %}"  # R1's
+    with pytest.raises(InvalidData, match="turn 3, which the chat template does not put behind"):
         text.encode({"messages": TALK}, picky)
     picky.chat_template = None
     with pytest.raises(InvalidData, match="Give --chat-template"):
