@@ -41,11 +41,11 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27517,
+    "tests/": 27520,
     "model": 6845,
     "decoding": 4777,
     "training": 3705,
-    "eval": 2788,
+    "eval": 2794,
     "eval/": 3440,
     "cli": 3199,
     "serve": 2930,

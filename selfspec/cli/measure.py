@@ -246,7 +246,7 @@ def bench(*, as_json: base.AsJson = False, args: base.Given) -> None:
             answers = runner.measure(questions[0], methods, folder / results.ANSWERS, show)
         summary = report.summarise(answers, describe(methods), options.seed)
         report.write_results(folder, summary)
-    text = f"{report.verdict(summary)}\nTables: {folder / 'table.md'}\n{report.rates(summary)}\n"
+    text = f"{report.verdict(summary)}\nTables: {folder / 'table.md'}\n{report.rates(summary)}"
     base.emit(json.dumps(summary) + "\n" if as_json else text)
     if failures := summary["failures"]:
         base.to_stderr("".join(f"failed: {line}\n" for line in failures).rstrip())

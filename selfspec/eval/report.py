@@ -211,14 +211,15 @@ def verdict(summary: Summary) -> str:
 
 
 def rates(summary: Summary) -> str:
-    """Tokens per second of each method, prompts included, on one line."""
+    """Tokens per second of each method, prompts included, as a line; none if nothing answered."""
     names = {"hugging-face": "Hugging Face", "plain": "without drafts", "speculation": "selfspec"}
     speeds = {
         names.get(label, label): latency["tokens_per_s"]
         for label in _main_labels(summary)
         if (latency := summary["latency"][label])
     }
-    return ", ".join(f"{name} {rate:.1f}" for name, rate in speeds.items()) + " tokens/s"
+    line = ", ".join(f"{name} {rate:.1f}" for name, rate in speeds.items())
+    return f"{line} tokens/s\n" if line else ""
 
 
 # --- tables

@@ -433,10 +433,15 @@ def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
 
 
 class _Words:
-    """Splits as rouge_score does, whose own words have ASCII letters and digits only."""
+    """Splits as rouge_score does, whose own words have ASCII letters and digits only.
+
+    Japanese and Chinese put no spaces between words: each character counts as a word.
+    """
 
     def tokenize(self, text: str) -> list[str]:
-        return re.findall(r"[^\W_]+", text.lower())
+        return re.findall(
+            r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+", text.lower()
+        )
 
 
 def rouge_l(texts: Sequence[str], references: Sequence[str]) -> float:

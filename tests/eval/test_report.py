@@ -125,6 +125,8 @@ def test_a_failed_run_is_left_out_for_both_and_reported_like_a_differing_text() 
     (by_prompt,) = [table for table in tables(summary) if table.title.endswith("by prompt")]
     assert list(by_prompt.cells.iloc[:, -1]) == ["0 of 5", "1 of 5"]
     assert report.seconds_by_prompt(frame_of([broken]), "fast", "plain").empty
+    assert report.rates(summary) == "without drafts 1.0, fast 1.3 tokens/s\n"
+    assert report.rates(summarise([unmeasured], METHODS)) == ""  # its rates are None
 
 
 def test_groups_keep_spec_benchs_order_and_no_measurement_gives_no_figures() -> None:
@@ -501,6 +503,7 @@ def test_bleu_of_a_word_is_100_and_rouge_l_the_f1_of_the_longest_common_subseque
     assert score == pytest.approx((f1 + 1) / 2)
     assert results.rouge_l(["Größe", "你好"], ["größe", "你好"]) == 1.0
     assert results.rouge_l(["grosse"], ["größe"]) == 0.0
+    assert results.rouge_l(["他们好"], ["你们好吗"]) == pytest.approx(4 / 7)  # 2 of 3, of 4
 
 
 def test_log_likelihood_is_the_sum_over_the_answers_tokens(model: PreTrainedModel) -> None:
