@@ -36,7 +36,7 @@ FURTHEST = CONTEXT + 24
 """Most ids of a prompt and its answer: some exceed the context length, where answers continue."""
 MOST_NEW = 20
 
-EXITS = {"logit-lens": (1, 2, 3), "deep-fused": (0, 1, 3)}
+EXITS = {"logit-lens": (1, 2, 3), "deep-fused": (0, 1, 3), "eagle3": (0,)}
 """Kinds of heads, and the layers that they read."""
 
 WORDS = [chr(97 + token % 26) * (1 + token // 26) for token in range(VOCAB_SIZE)]
@@ -190,7 +190,9 @@ def speculator(
     heads: Any = kind
     target = model(family, dtype, sizes=sizes)
     if kind != "logit-lens":
-        heads = ladder.deep_heads(Backbone(target, executor="generic"), EXITS[kind])
+        generic = Backbone(target, executor="generic")
+        deep = ladder.deep_heads(generic, EXITS[kind])
+        heads = ladder.attending_heads(generic) if kind == "eagle3" else deep
     instance = wrap(
         target,
         tokenizer(),
