@@ -41,13 +41,13 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27520,
+    "tests/": 27530,
     "model": 6845,
     "decoding": 4777,
     "training": 3705,
     "eval": 2794,
     "eval/": 3440,
-    "cli": 3199,
+    "cli": 3203,
     "serve": 2930,
     "api": 2343,
     "heads": 1671,

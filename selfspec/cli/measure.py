@@ -264,6 +264,7 @@ def _record(
     from selfspec.api import tuned
 
     backbone, heads = speculator.backbone, speculator.heads
+    draft, store = speculator.runtime.draft_model, speculator.runtime.datastore
     flags = ("heads", "draft_model", "datastore")
     file_names = {name: Path(args[name]).name for name in flags if args.get(name)}
     facts = {
@@ -275,6 +276,7 @@ def _record(
         },
         "model": {
             "name": speculator.label,
+            "fingerprint": backbone.fingerprint[:16],
             "dtype": str(backbone.dtype).removeprefix("torch."),
             "device": str(backbone.device),
             "executor": backbone.executor_name,
@@ -283,7 +285,9 @@ def _record(
             "head_type": heads and heads.config.head_type,
             "exit_layers": heads and heads.config.exit_layers,
             "draft_model": file_names.get("draft_model"),
+            "draft_fingerprint": draft and draft.fingerprint[:16],
             "datastore": file_names.get("datastore"),
+            "datastore_digest": store and hashlib.sha256(store.ids.tobytes()).hexdigest()[:16],
         },
         "speculation": speculator.options.described(),
         "machine": hub.machine(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -82,6 +83,7 @@ def test_peers_get_settings_from_other_prompts_and_lossy_methods_are_marked_and_
     run = run_of(workplace)
     assert run["questions"]["settings_chosen_on"] == [json.loads(line)["id"]]
     assert run["model"]["draft_model"] == "small"
+    assert len({run["model"]["draft_fingerprint"], run["model"]["fingerprint"]}) == 2
     table = (workplace / "out" / "table.md").read_text()
     assert re.search(r"\| cm-asd \(lossy\) +\| overall +\| 3 ", table)
     assert "| cm-asd  " not in table
@@ -116,6 +118,11 @@ def test_results_are_neither_overwritten_nor_continued_unasked(
     (workplace / "suite.jsonl").write_text(suite.replace('"prompt": "', '"prompt": "a '))
     assert "was begun with digest " in call([*command, "1"], 2).err  # ids, and so answers, match
     (workplace / "suite.jsonl").write_text(suite)
+    model = (workplace / "model").rename(workplace / "old")
+    save_tiny(workplace / "model", rms_norm_eps=1e-3, intermediate_size=48)
+    assert "was begun with fingerprint " in call([*command, "1"], 2).err
+    shutil.rmtree(workplace / "model")
+    model.rename(workplace / "model")
     assert main([*command, "1"]) == 0
     with monkeypatch.context() as killed:
         killed.setattr("selfspec.eval.concurrency.table", Mock(side_effect=KeyboardInterrupt))
