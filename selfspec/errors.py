@@ -118,8 +118,12 @@ _WORDS: dict[Any, tuple[str, str]] = {  # a type's name in messages: singular an
     dict: ("names and values", "names and values"),
     Mapping: ("names and values", "names and values"),
     types.NoneType: ("None", "None"),
+    Callable: ("a function", "functions"),
     Any: ("a value", "values"),
 }
+
+# a hint's origin and arguments: kept, as long lists in files ask for them at every entry
+_members: Callable[[Any], Any] = functools.cache(lambda it: (get_origin(it) or it, get_args(it)))
 
 _TORCH_CLASSES = dict.fromkeys(("Tensor", "GenerationConfig", "BaseStreamer"), Any)
 """Names in annotations that need torch: the code that uses such a value checks it."""
@@ -176,13 +180,13 @@ def record_of(kind: type[_Kind], values: Any) -> _Kind:
 
 def _as_hinted(value: Any, hint: Any) -> Any:
     """Turn mappings and lists from a file into a hint's records and tuples, at any depth."""
-    origin, inner = get_origin(hint) or hint, get_args(hint)
+    origin, inner = _members(hint)
     if origin in (Union, types.UnionType) and value is not None:
         return _as_hinted(value, inner[0])
     if isinstance(hint, type) and is_dataclass(hint):
         return value if isinstance(value, hint) else record_of(hint, value)
     if isinstance(value, list) and inner:
-        entries = [_as_hinted(entry, inner[0]) for entry in value]
+        entries = [one if type(one) is inner[0] else _as_hinted(one, inner[0]) for one in value]
         return tuple(entries) if origin is tuple else entries
     if isinstance(value, dict) and inner:
         return {key: _as_hinted(entry, inner[-1]) for key, entry in value.items()}
@@ -207,13 +211,13 @@ def require_same(
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value fits a hint: a bool is no number, numbers are finite, lists may be tuples."""
-    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if type(value) is hint:  # soon decided, as files hold long lists
+        return hint is not float or math.isfinite(value)
+    origin, inner = _members(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, member) for member in inner)
-    if origin is Literal:
-        return value in inner
-    if origin is Callable:
-        return callable(value)
+    if origin in (Literal, Callable):
+        return value in inner if origin is Literal else callable(value)
     if origin in (int, float):
         kind = Integral if origin is int else Real
         try:
@@ -235,16 +239,12 @@ def fits(value: Any, hint: Any) -> bool:
 
 def hint_name(hint: Any) -> str:
     origin, inner = get_origin(hint) or hint, get_args(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(hint_name(member) for member in inner)
-    if origin is Literal:
-        return " or ".join(map(str, inner))
+    if origin in (Union, types.UnionType, Literal):
+        return " or ".join(map(str if origin is Literal else hint_name, inner))
     if origin in (list, tuple):
         kinds = dict.fromkeys(entry for entry in inner if entry is not Ellipsis)
         plurals = [_WORDS.get(kind, (hint_name(kind),) * 2)[1] for kind in kinds]
         return f"a list of {' and '.join(plurals)}" if plurals else "a list"
-    if origin is Callable:
-        return "a function"
     return _WORDS.get(origin, (f"a {getattr(hint, '__name__', hint)}",) * 2)[0]
 
 
