@@ -19,7 +19,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -108,7 +107,7 @@ def kinds(option: str) -> str:
 def commands(_name: str) -> str:
     """The help of each command."""
     found = ""
-    for words, command in _paths(typer.main.get_command(app())):
+    for words, command in _paths(app()):
         full = any(parameter.name == "help_all" for parameter in command.params)
         text = _said([*words, "--help-all" if full else "--help"])
         found += f"## selfspec {' '.join(words)}\n\n```text\n{text}\n```\n\n"

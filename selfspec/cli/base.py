@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import functools
 import inspect
 import io
@@ -67,6 +68,7 @@ Command = Callable[..., None]
 Options = TypeVar("Options")
 
 _keyword = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+_parsed: Any = functools.cache(lambda module: ast.parse(inspect.getsource(sys.modules[module])))
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +134,6 @@ class Flag:
     def parameter(self) -> inspect.Parameter:
         """The parameter that typer reads; its value is None where the flag is not given."""
         kinds = members(self.hint)
-        many = any(get_origin(kind) is tuple for kind in kinds)
         option = typer.Option(
             self.long_name + (f"/--no-{self.long_name[2:]}" if kinds[0] is bool else ""),
             *self.aliases,
@@ -143,7 +144,7 @@ class Flag:
             show_envvar=False,
             rich_help_panel=self.group,
         )
-        kind = str if many else kinds[0]
+        kind = str if any(get_origin(kind) is tuple for kind in kinds) else kinds[0]
         if get_origin(kind) is list:
             option.callback = _split_lines
         return _keyword(self.name, default=None, annotation=Annotated[kind | None, option])
@@ -343,16 +344,15 @@ class GroupedCommand(TyperCommand):
         """List the options; with --help-all also rare options, and the settings of options."""
         everything = "help_all" in ctx.meta
         sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
+        for parameter in map(copy.copy, self.get_params(ctx)):
             if everything:
                 parameter.hidden = False  # type: ignore[attr-defined]  # options have it
             if record := parameter.get_help_record(ctx):
                 default = "Arguments" if parameter.param_type_name == "argument" else "Options"
                 heading = getattr(parameter, "rich_help_panel", None) or default
                 sections.setdefault(heading, []).append(record)
-        names = {parameter.name for parameter in self.params}
-        for name in PARTS:
-            if everything and name in names:
+        for name in [parameter.name for parameter in self.params if everything]:
+            if name in PARTS:
                 sections[f"Settings of --{name}"] = list(part_settings(PARTS[name]))
         for heading, rows in sections.items():
             with formatter.section(heading):
@@ -375,8 +375,8 @@ def docstrings(options: type) -> dict[str, str]:
     """The first paragraph of each field's docstring, inherited fields too, on one line."""
     texts: dict[str, str] = {}
     for kind in filter(is_dataclass, reversed(options.__mro__)):
-        definition: Any = ast.parse(inspect.getsource(kind)).body[0]
-        for pair in itertools.pairwise(definition.body):
+        definitions = {getattr(node, "name", ""): node for node in _parsed(kind.__module__).body}
+        for pair in itertools.pairwise(definitions[kind.__name__].body):
             match pair:
                 case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     texts[name] = " ".join(text.split("\n\n")[0].split())

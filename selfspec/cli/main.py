@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -19,8 +20,6 @@ from selfspec.cli import interrupts
 
 if TYPE_CHECKING:
     from types import FrameType
-
-    import typer
 
 BUG = 70  # EX_SOFTWARE, as sysexits.h has it
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -81,7 +80,8 @@ def main(arguments: Sequence[str]) -> int:
     return _interrupted() if code == INTERRUPTED else code
 
 
-def app() -> typer.Typer:
+@functools.cache  # a process that runs several commands builds them once
+def app() -> Any:
     import typer
 
     from selfspec.cli import base, chat, generate, heads, measure, train
@@ -102,7 +102,7 @@ def app() -> typer.Typer:
     settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
     cli.command(context_settings=settings)(measure.lm_eval)
     cli.add_typer(heads.app, name="heads")
-    return cli
+    return typer.main.get_command(cli)
 
 
 _ANYWHERE = ("-q", "--quiet", "-v", "--verbose", "--debug")

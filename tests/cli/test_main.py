@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import typer
 
 from selfspec import cli
 from selfspec.api import speculator as facade
@@ -66,8 +65,7 @@ def test_help_fits_a_screen_and_help_all_lists_everything(
     assert len(short.splitlines()) <= lines
     assert "--help-all" in short
     words = {word.strip(",") for word in call([command, "--help-all"]).out.split()}
-    program: Any = typer.main.get_command(app())
-    flags = {flag.opts[0] for flag in program.commands[command].params}
+    flags = {flag.opts[0] for flag in app().commands[command].params}
     assert flags - {"prompt"} <= words
 
 
