@@ -85,11 +85,11 @@ def streaming(server: Running, body: Any = LONG) -> Iterator[Iterator[str]]:
         yield lines
 
 
-def wait_until(done: Callable[[], bool], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(done: Callable[[], bool], pause_s: float = 0.02) -> None:
+    deadline = time.monotonic() + 300
     while not done():
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(pause_s)
 
 
 def connected(server: Running, read_bytes: int | None = None) -> socket.socket:
