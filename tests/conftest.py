@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from selfspec.model.backbone import Backbone
 from selfspec.model.weights import TEAM
 from tests.models import CHEAP, make_model, wrapped
 
+gc.set_threshold(50_000)  # as the program sets it: scans of what imports made took a tenth
 settings.register_profile("suite", max_examples=8, derandomize=True, deadline=None, database=None)
 settings.register_profile("fuzz", max_examples=150, deadline=None, print_blob=True)
 settings.register_profile("hostile", max_examples=3000, deadline=None, print_blob=True)

@@ -7,12 +7,12 @@ room into another. A module's floor is one above the highest that it imports.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "selfspec"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 Arrows = Mapping[str, set[str]]
 
@@ -39,7 +39,12 @@ def module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-MODULES = {module(path): TREES[path] for path in SOURCES}
+MODULES = {module(path): path for path in SOURCES}
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -55,13 +60,14 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 yield inner if is_module else node.module
 
 
+@functools.cache
 def module_arrows() -> dict[str, set[str]]:
     """Which modules of the package each one imports."""
     arrows = {}
-    for name, tree in MODULES.items():
+    for name, path in MODULES.items():
         targets = {
             target.removeprefix("selfspec").removeprefix(".") or "__init__"
-            for target in imported(tree)
+            for target in imported(trees()[path])
             if target.split(".")[0] == "selfspec"
         }
         arrows[name] = targets - {name}

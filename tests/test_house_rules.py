@@ -14,7 +14,7 @@ import pytest
 
 import selfspec
 from tests import house
-from tests.house import PACKAGE, SOURCES, TREES
+from tests.house import PACKAGE, SOURCES, trees
 
 FLOORS = (
     ("errors",),
@@ -115,7 +115,7 @@ def test_rooms_keep_their_budgets() -> None:
 def test_functions_stay_short() -> None:
     lengths = {
         f"{path.name}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in functions(tree)
     }
     assert not {name: n for name, n in lengths.items() if n > 80}
@@ -130,7 +130,7 @@ def test_public_api_is_documented() -> None:
         api |= {f"{name}.{part}": value for part, value in parts if isinstance(value, types)}
     assert len(api) > 80
     assert not [name for name, value in api.items() if not value.__doc__ and "._" not in name]
-    nodes = (node for tree in TREES.values() for node in ast.walk(tree))
+    nodes = (node for tree in trees().values() for node in ast.walk(tree))
     definitions = (node for node in nodes if isinstance(node, Function | ast.ClassDef))
     texts = [ast.get_docstring(node) or "" for node in definitions]
     assert not [text for text in texts if text.startswith(("Of ", "As ", "That "))]
@@ -139,7 +139,7 @@ def test_public_api_is_documented() -> None:
 def test_public_api_is_fully_typed() -> None:
     bare = [
         f"{path.name}:{node.name}"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in public_definitions(tree.body)
         if isinstance(node, Function) and untyped(node)
     ]
@@ -177,7 +177,7 @@ def test_executors_and_heads_do_not_know_who_runs_them() -> None:
 def test_shares_of_a_plain_step_are_made_in_one_place() -> None:
     modules = {
         house.module(path)
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
         if "plain_step" in ast.unparse(node.right)
@@ -194,7 +194,7 @@ def test_circles_and_floors_are_found() -> None:
 def test_runtime_needs_no_training_or_plotting_and_nothing_the_laboratory() -> None:
     imports = {
         (path.name, name)
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for name in house.imported(tree)
         if name.split(".")[0] in (*LABORATORY, *(NOT_IN_RUNTIME if room(path) in RUNTIME else ()))
     }
