@@ -287,7 +287,7 @@ def require_same_text(call: Call, *drafts: str) -> None:
 
 
 def test_attending_heads_are_fitted_calibrated_and_draft(workplace: Path, call: Call) -> None:
-    shared = ["fit", *MODEL, "--head-type", "eagle3", "--draft-vocab-size", "90", "--epochs", "20"]
+    shared = ["fit", *MODEL, "--head-type", "eagle3", "--draft-vocab-size", "90", "--epochs", "1"]
     shared += ["--learning-rate", "0.03", "--step-decay", "0.8"]
     assert main([*CACHE, "--exit-layers", "0,2,3"]) == 0
     assert main([*shared, "--cache", "features", "--output", "a"]) == 0
