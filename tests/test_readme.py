@@ -20,8 +20,8 @@ import selfspec
 from selfspec.api import speculator
 from selfspec.api.speculator import Speculator
 from selfspec.cli.main import app, main, reorder
+from selfspec.decoding import engine
 from selfspec.hub import models
-from selfspec.model.backbone import Backbone
 from tests.api.test_default_model import pytestmark  # noqa: F401  # same model and conditions
 
 ROOT = Path(__file__).parents[1]
@@ -71,10 +71,14 @@ PROGRAMS = [
 
 @pytest.fixture(autouse=True, scope="module")
 def read_once() -> Iterator[None]:
-    """Let commands with the same model share the loaded and packed model; none changes it."""
+    """Let commands share the loaded and packed model, and what is probed of it; none changes it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "load_model", functools.cache(models.load_model))
-        patch.setattr(speculator, "Backbone", functools.cache(Backbone))
+        for owner, name in (
+            (models, "load_model"),
+            (speculator, "Backbone"),
+            (engine, "PinnedProbe"),
+        ):
+            patch.setattr(owner, name, functools.cache(getattr(owner, name)))
         yield
 
 
