@@ -41,7 +41,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27530,
+    "tests/": 27550,
     "model": 6845,
     "decoding": 4777,
     "training": 3705,
