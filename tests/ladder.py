@@ -61,7 +61,10 @@ Kinds = Collection[str] | None
 """Names of kinds of drafts; None: all."""
 
 FEW = ("oracle", "wrong", "random", "eager exits", "attending", "trees around seen text")
-"""Drafts of every width, which also find the bugs that test_mutants.py plants."""
+"""Drafts of every width, and of most kinds of heads."""
+
+BRIEF = ("mixed over exits", "choosy exits", "trees around seen text")
+"""Right and wrong drafts, from layers and in trees: they find the bugs of test_mutants.py."""
 
 TEMPERATURE = 4.0
 """Temperature of sampling: the tiny models' own distributions are nearly one-hot."""
@@ -344,10 +347,12 @@ def check_sampling(
         ids, {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE}
     )
     torch.manual_seed(0)
-    counts: Counter[tuple[int, ...]] = Counter()
-    for _ in range(draws):
-        answer = Stream(speculator.engine().add(call.only(), call.speculation), call).drain()
-        counts[tuple(answer.token_ids)] += 1
+    engine = speculator.engine()
+    running = [engine.add(call.only(), call.speculation) for _ in range(draws)]
+    answers = [Stream(text, call).drain() for text in running]
+    stats = [answer.stats for answer in answers]
+    assert 0 < sum(one.accepted for one in stats) < sum(one.drafted for one in stats)
+    counts = Counter(tuple(answer.token_ids) for answer in answers)
     expected = enumerate_sequences(model, ids, length, size)
     assert chi_square_p(counts, expected, draws) > 0.001
 

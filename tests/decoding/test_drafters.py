@@ -286,12 +286,10 @@ def test_a_repeated_text_is_drafted(writer: Speculator, drafter: str) -> None:
 
 
 SAMPLED: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("ngram", "ngram+exit", "draft-model", "lookahead", "rest")},
+    **{name: {} for name in ("ngram", "exit", "draft-model", "lookahead", "rest")},
     "skip:skipped=2,threshold=0.3,max_tokens=2": {"draws": 1200},
     "successors:max_tokens=2": {"draws": 1000},
     "exit:layers=0,threshold=0.01,max_tokens=2": {"heads": ladder.attending_heads, "draws": 1000},
-    # two wrong drafts cost between 7.5 and 8.5 steps: a pause follows, but none if one is right
-    "exit": {"length": 4, "costs": "head=3.3,row=0.08"},
     "ngram+exit:layers=0,threshold=0.01,guesses=3,max_rows=5,max_tokens=2": {
         "heads": ladder.deep_heads,
         "draws": 800,
