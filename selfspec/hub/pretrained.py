@@ -199,8 +199,7 @@ def convert_gguf(gguf: Path, out: Path, dtype: str) -> None:
     options: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
     options |= {"dtype": torch.float32, "output_loading_info": True}
     read: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
-    reader = _patch_reader("tqdm", lambda bar: functools.partial(bar, disable=True))
-    with _explain_errors(f"cannot read {gguf} as GGUF"), reader:
+    with _explain_errors(f"cannot read {gguf} as GGUF"), _quick_reader():
         model, info = read(gguf.parent, gguf_file=gguf.name, **options)
         _write_tokenizer(gguf, out)
     _require_weights(gguf, info)
@@ -212,8 +211,7 @@ def describe_gguf(gguf: Path, out: Path) -> None:
     """Write the config and the tokenizer of a file. Raises ModelNotFound with the reason."""
     from transformers import AutoConfig
 
-    reader = _patch_reader("load_gguf_checkpoint", _cache_results)
-    with _explain_errors(f"cannot read {gguf} as GGUF"), reader:
+    with _explain_errors(f"cannot read {gguf} as GGUF"), _quick_reader():
         _write_tokenizer(gguf, out)
         AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 
@@ -222,25 +220,42 @@ _READER = Lock()  # else one thread could restore the replacement that another o
 
 
 @contextlib.contextmanager
-def _patch_reader(name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace `name` in transformers' GGUF reader by what `wrap` makes of it, during the block."""
+def _quick_reader() -> Iterator[None]:
+    """Let transformers' GGUF reader parse a vocabulary once, and silently, during the block."""
     with _READER, contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, AttributeError):  # newer ones may lack it
+        with contextlib.suppress(ImportError, AttributeError):  # newer ones may lack a name
+            import gguf
             from transformers import modeling_gguf_pytorch_utils as reader
 
-            original = getattr(reader, name)
-            stack.callback(setattr, reader, name, original)
-            setattr(reader, name, wrap(original))
+            for owner, name, wrap in (
+                (gguf, "GGUFReader", _with_plain_slices),
+                (gguf, "get_tensor_name_map", functools.cache),  # else it is made for each module
+                (reader, "load_gguf_checkpoint", _cache_results),
+                (reader, "tqdm", lambda bar: functools.partial(bar, disable=True)),
+            ):
+                stack.callback(setattr, owner, name, original := getattr(owner, name))
+                setattr(owner, name, wrap(original))
         yield
 
 
-def _cache_results(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache the results of `parse`, which is called for the tokenizer's class and for the config.
+def _with_plain_slices(kind: Any) -> Any:
+    """A reader of an array over its memory map, whose slices, one a token, cost a third."""
 
-    Each call parses the whole vocabulary: 8 s of CPU time for 128,000 tokens.
-    """
+    def keep(reader: Any, mapped: Any) -> None:
+        vars(reader)["data"] = mapped.view(type(mapped).__base__)
+
+    return type(kind.__name__, (kind,), {"data": property(lambda one: vars(one)["data"], keep)})
+
+
+def _cache_results(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """Cache the results of `parse`, except tensors."""
     cached = functools.cache(parse)
-    return lambda *args, **options: copy.deepcopy(cached(*args, **options))
+
+    def read(*args: Any, **options: Any) -> Any:
+        large = options.get("return_tensors")
+        return parse(*args, **options) if large else copy.deepcopy(cached(*args, **options))
+
+    return read
 
 
 def _write_tokenizer(gguf: Path, out: Path) -> None:
