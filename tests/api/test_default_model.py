@@ -54,7 +54,7 @@ def test_no_draft_changes_a_bit_of_a_logit(
     short, long = (encode(speculator.tokenizer, text) for text in (PROMPTS[1], PROMPTS[0] * 8))
     assert 160 < long.shape[1] < 192  # some kernels cut sums of more than 192 slots in two
     all_kinds = (*ladder.FEW, "medusa trees", "fewer layers", "deep with states")
-    cases = (short, all_kinds if dtype == torch.float32 else ladder.FEW), (long, ladder.FEW)
+    cases = (short, all_kinds if dtype == torch.float32 else ladder.FEW), (long, ladder.BRIEF)
     for ids, kinds in cases[1:] if executor == "generic" else cases:
         fixed = PassShape(rows=6, slots=fixed_slots(ids.shape[1] + 36))
         shape = fixed if executor == "generic" else ladder.FREE
