@@ -54,7 +54,7 @@ LENGTH, NEW = 30, 16
 END = 95
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def batch() -> dict[str, Tensor]:
     """Two rows with nothing in common, the first left-padded."""
     ids = torch.cat([random_ids(LENGTH), random_ids(LENGTH, seed=1)])
@@ -150,30 +150,37 @@ def test_every_criterion_of_transformers_is_known() -> None:
 Compare = Callable[..., Tensor]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def compare(exact: Any, eager: Speculator, batch: dict[str, Tensor]) -> Compare:
     """A function that decodes rows of the batch and compares them with transformers' own."""
 
-    def go(rows: slice = slice(None), **options: Any) -> Tensor:
+    def go(rows: slice = slice(None), theirs: bool = True, **options: Any) -> Tensor:
         defaults = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
         keywords = {name: value[rows] for name, value in batch.items()} | defaults | options
         output: Tensor = exact.generate(custom_generate=eager.hf(), **keywords)
-        assert torch.equal(output, exact.generate(**keywords))
+        assert not theirs or torch.equal(output, exact.generate(**keywords))
         return output
 
     return go
 
 
+@pytest.fixture(scope="module")
+def unprocessed(compare: Compare) -> Tensor:
+    return compare()
+
+
 @pytest.mark.parametrize("name", ROWS)
-def test_two_rows_have_the_tokens_of_hugging_faces_batch(name: str, compare: Compare) -> None:
+def test_two_rows_have_the_tokens_of_hugging_faces_batch(
+    name: str, compare: Compare, unprocessed: Tensor
+) -> None:
     output = compare(**ROWS[name])
     if name not in ("InfNanRemoveLogitsProcessor", "ForcedBOSTokenLogitsProcessor"):
-        assert not torch.equal(output, compare()), "the processor changes nothing here"
+        assert not torch.equal(output, unprocessed), "the processor changes nothing here"
     for row in range(2):  # a row alone has the tokens that it has in the batch
         options = dict(ROWS[name])
         if name == "PrefixConstrainedLogitsProcessor":
             options["prefix_allowed_tokens_fn"] = lambda _, ids, row=row: allowed(row, ids)
-        answer = compare(slice(row, row + 1), **options)
+        answer = compare(slice(row, row + 1), theirs=False, **options)
         assert torch.equal(answer[0], output[row, : answer.shape[1]])
 
 
@@ -687,7 +694,7 @@ def test_sampled_sequences_follow_the_models_distribution_over_seeds() -> None:
     """Plain decoding, 32 texts at a time: drafts change no text, as shown above."""
     model = make_model("llama", vocab_size=4, num_hidden_layers=2)
     speculator = wrap(model, drafter="none", executor="generic")
-    ids, seeds, length = random_ids(3, vocab_size=4), 1000, 3
+    ids, seeds, length = random_ids(3, vocab_size=4), 600, 3
     call = speculator.call(  # once: reading keywords takes longer than the answer
         ids, {"max_new_tokens": length, "do_sample": True, "top_k": 0, "temperature": TEMPERATURE}
     )
@@ -703,7 +710,7 @@ def test_draws_from_many_tokens_follow_their_distribution(seeded: bool) -> None:
     """Of 200 tokens only the likeliest 64 race individually; their probability is 54 % here."""
     law = torch.arange(1.0, 201.0)
     law, sampler = law / law.sum(), sampler_of(4)
-    drawn = (sampler.draw(law, at if seeded else None) for at in range(20_000))
+    drawn = (sampler.draw(law, at if seeded else None) for at in range(8_000))
     counts = Counter[tuple[int, ...]]((token,) for token in drawn)
     expected: laws.Law = {(token,): chance for token, chance in enumerate(law.tolist())}
     assert chi_square_p(counts, expected, counts.total()) > 0.001
@@ -738,7 +745,6 @@ LAW = torch.tensor([0.4, 0.3, 0.2, 0.1])
 
 LINES: dict[str, Callable[[int], tuple[int, int]]] = {
     "places of a seed": lambda number: (0, number),
-    "places of another seed": lambda number: (1, number),
     "seeds at a place": lambda number: (number, 1),
     "seeds that rise with the place": lambda number: (number, number),
     "seeds that fall as the place rises": lambda number: (4000 - number, number),
