@@ -1,6 +1,6 @@
 """With any drafts and any options the text is Hugging Face's own.
 
-A hundred cases here, 2,100 with `make fuzz`. In float64 tokens are compared with `model.generate`,
+Eighty cases here, 2,100 with `make fuzz`. In float64 tokens are compared with `model.generate`,
 called with the same keywords. In float32, bfloat16 and float16 they are compared with selfspec's
 plain decoding of the same prompt alone: 20,000 texts of random models with `make same-texts`.
 """
@@ -34,6 +34,7 @@ from tests.fuzz import Case, Turn
 from tests.models import random_ids
 
 FAMILIES = ["llama", "mistral", "gemma2", "granite"]
+SOME = FAMILIES if settings().max_examples > 50 else ["mistral", "gemma2"]  # those with windows
 MUTANTS = [every_draft_stays, mask_sized_by_the_first_layer, truncate_one_too_few]
 COMPILED = ("generic", *(["fused"] if shutil.which("c++") else []))
 
@@ -95,7 +96,7 @@ def test_a_planted_bug_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch)
     fuzz.speculator.cache_clear()  # what they measured with the bug, as whether bits are pinned
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_inside_hugging_faces_generate_the_text_is_equal_too(family: str) -> None:
     @given(fuzz.cases(("generic",)))
     def check(case: Case) -> None:
@@ -110,7 +111,7 @@ def test_inside_hugging_faces_generate_the_text_is_equal_too(family: str) -> Non
     check()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_every_turn_of_a_session_is_hugging_faces(family: str) -> None:
     @given(fuzz.conversations())
     def check(conversation: tuple[str, list[Turn]]) -> None:
