@@ -6,6 +6,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import jsonschema
@@ -117,16 +118,17 @@ def test_logprobs_leave_out_the_end_token(client: openai.OpenAI) -> None:
     assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
 
 
-def test_penalties_and_bias_are_those_of_generate(client: openai.OpenAI, server: Running) -> None:
-    plain = chat(client, max_tokens=30).choices[0].message.content
+def test_penalties_and_bias_are_those_of_generate(small: Running) -> None:
+    def content(**more: Any) -> Any:
+        answer = small.post({"messages": ASK, "max_tokens": 30, "temperature": 0, **more})
+        return answer.json()["choices"][0]["message"]["content"]
+
+    plain, generate = content(), partial(small.speculator.generate, ASK, do_sample=False)
     for name in ("presence_penalty", "frequency_penalty"):
-        answer = chat(client, max_tokens=30, **{name: 2.0})
-        expected: Any = {"max_new_tokens": 30, "do_sample": False, name: 2.0}
-        assert answer.choices[0].message.content == server.speculator.generate(ASK, **expected).text
-        assert answer.choices[0].message.content != plain
-    first = server.speculator.generate(ASK, max_new_tokens=1, do_sample=False).token_ids[0]
-    answer = chat(client, max_tokens=30, logit_bias={str(first): -100})
-    assert not answer.choices[0].message.content.startswith(plain[:2])
+        penalty: Any = {name: 2.0}
+        assert content(**penalty) == generate(max_new_tokens=30, **penalty).text != plain
+    first = generate(max_new_tokens=1).token_ids[0]
+    assert content(logit_bias={str(first): -100})[:1] != plain[:1]
 
 
 # Calls
@@ -160,8 +162,9 @@ def caller(default: Speculator) -> Iterator[openai.OpenAI]:
         yield openai.OpenAI(base_url=f"{server.address}/v1", api_key="none")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("wanted", ["", "get_weather", "get_time"])
+@pytest.mark.parametrize(
+    ("wanted", "stream"), [("", False), ("", True), ("get_weather", False), ("get_time", True)]
+)
 def test_a_required_call_follows_its_schema(
     caller: openai.OpenAI, wanted: str, stream: bool
 ) -> None:
@@ -245,7 +248,7 @@ EXPLAIN = {"explain": True}
 
 
 def ask(client: openai.OpenAI, speculation: Any = EXPLAIN, **more: Any) -> Any:
-    options = {"messages": LISTS, "max_tokens": 40, **more}
+    options = {"messages": LISTS, "max_tokens": 28, **more}
     return chat(client, extra_body={"speculation": speculation}, **options)
 
 
