@@ -214,7 +214,7 @@ def modes(folder: Path) -> dict[Path, int]:
     return {path: stat.S_IMODE(path.stat().st_mode) for path in sorted(folder.rglob("*"))}
 
 
-@pytest.fixture(params=[0o077, 0o022, 0o002])
+@pytest.fixture(params=[0o077, 0o002])
 def mask(request: pytest.FixtureRequest) -> Iterator[int]:
     old = os.umask(request.param)
     yield request.param

@@ -16,25 +16,13 @@ import selfspec
 from tests import house
 from tests.house import PACKAGE, SOURCES, trees
 
-FLOORS = (
-    ("errors",),
-    ("files", "pages"),
-    ("options",),
-    ("config", "cluster"),
-    ("model",),
-    ("hub",),
-    ("heads",),
-    ("decoding",),
-    ("api",),
-    ("training", "eval", "serve"),
-    ("adaptation",),
-    ("__init__",),
-    ("visualise", "plugins"),
-    ("cli",),
-    ("__main__",),
+ORDER = (
+    "errors, files pages, options, config cluster, model, hub, heads, decoding, api, "
+    "training eval serve, adaptation, __init__, visualise plugins, cli, __main__"
 )
-"""Rooms import from their own floor and from those above in this list, never from below."""
+"""Rooms import from their own floor and from those before in this list, never from below."""
 
+FLOORS = [floor.split() for floor in ORDER.split(", ")]
 HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
 RUNTIME = {name for names in FLOORS[: HEIGHT["training"]] for name in names}
 NOT_IN_RUNTIME = ("datasets", "matplotlib")

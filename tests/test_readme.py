@@ -21,7 +21,9 @@ from selfspec.api import speculator
 from selfspec.api.speculator import Speculator
 from selfspec.cli.main import app, main, reorder
 from selfspec.decoding import engine
+from selfspec.decoding.measure import PinnedProbe
 from selfspec.hub import models
+from selfspec.model.backbone import Backbone
 from tests.api.test_default_model import pytestmark  # noqa: F401  # same model and conditions
 
 ROOT = Path(__file__).parents[1]
@@ -73,12 +75,9 @@ PROGRAMS = [
 def read_once() -> Iterator[None]:
     """Let commands share the loaded and packed model, and what is probed of it; none changes it."""
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in (
-            (models, "load_model"),
-            (speculator, "Backbone"),
-            (engine, "PinnedProbe"),
-        ):
-            patch.setattr(owner, name, functools.cache(getattr(owner, name)))
+        patch.setattr(models, "load_model", functools.cache(models.load_model))
+        patch.setattr(speculator, "Backbone", functools.cache(Backbone))
+        patch.setattr(engine, "PinnedProbe", functools.cache(PinnedProbe))
         yield
 
 

@@ -64,12 +64,8 @@ def test_json_is_one_object_and_nothing_else(
     assert captured.err == ""
     seed = {"seed": 7} if "--seed" in flags else {}
     assert json.loads(captured.out) == {
-        "text": "Hello you.",
-        "token_ids": [5, 6],
-        "stop_reason": "eos",
-        "stats": {"new_tokens": 2},
-        "model": "fake",
-        "heads": heads,
+        **{"text": "Hello you.", "token_ids": [5, 6], "stop_reason": "eos"},
+        **{"stats": {"new_tokens": 2}, "model": "fake", "heads": heads},
         "options": SpeculationOptions().described() | seed | {"raw": False},
     }
 

@@ -159,7 +159,6 @@ bench                                            | no --output
 bench P --methods plain,specualtion              | Did you mean speculation?
 bench P --sweep exit.threshold=x                 | expected
 bench P --sweep exit_threshold=1                 | Did you mean exit.threshold?
-bench P --concurrency 0                          | concurrency is 0, expected a value of at least 1
 bench P --seed 99999999999999999999            | seed is 99999999999999999999, expected a value in
 bench P --concurrency 1,9                        | 9 texts at once, of 2 questions. Give a larger
 bench P --concurrency 1 --sweep exit.threshold=0.5 | sweep means nothing with --concurrency
@@ -203,9 +202,7 @@ data --output new.jsonl --tokens 9 --passages no | no is no folder
 data --output new.jsonl --recipe a --from talks.jsonl | recipe with --from
 data --tokens 9 --output prompts.jsonl           | no prompts.jsonl.run.json to continue it by
 data --tokens 9 --output link                    | is a link
-data --tokens 9 --output dir                     | a folder or a device
 data --tokens 9 --output new.txt                 | would hold lines of JSON. Name it new.jsonl
-data --tokens 9 --output text.txt/below          | Not a directory
 """
 """Command lines and words of their error. No model is loaded."""
 

@@ -187,7 +187,6 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"logit_bias": {"a": 1}}, "logit_bias.a"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
-        ({"no_such_field": 1}, "no_such_field"),
         ({"temprature": 1}, "temprature"),
         ({"temperature": 3}, "temperature"),
         ({"n": 0}, "n"),
