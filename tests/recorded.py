@@ -31,14 +31,17 @@ class Recording(TorchDispatchMode):
         if func in HOST_READS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         output = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, output))
+        of = tree_leaves((output, args[0])) if func.is_view else ()
+        if len({leaf.untyped_storage().data_ptr() for leaf in of}) != 1:  # else no kernel runs
+            self.calls.append((func, args, kwargs or {}, tree_leaves(output)))
         return output
 
     def replay(self) -> None:
-        """Run all operators again; results that are no views overwrite the first results."""
-        for func, args, kwargs, output in self.calls:
+        """Run all operators again; new results overwrite the first results."""
+        for func, args, kwargs, olds in self.calls:
             rerun = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(output), tree_leaves(rerun), strict=True):
+            news = (rerun,) if isinstance(rerun, Tensor) else tree_leaves(rerun)
+            for old, new in zip(olds, news, strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
