@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from selfspec.api import tuned
 from selfspec.api.speculator import Speculator, load
+from selfspec.decoding import measure
 from selfspec.files import cache_folder
 from selfspec.model.backbone import Backbone
 from selfspec.model.weights import TEAM
@@ -54,6 +55,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # nothing must depend on how busy this machine is
         patch.setattr(TEAM, "measured", nullcontext)
         patch.setattr(tuned, "first_costs", lambda *_: {})
+        patch.setattr(measure, "_QUICK_S", 0.0)  # no longer than the fewest passes take
+        patch.setattr(measure, "_CPU_BYTES", 4000)
         yield
 
 

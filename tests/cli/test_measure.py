@@ -273,10 +273,7 @@ def test_env_lists_all_facts(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_pa
     assert "not installed. Run: pip\n" in output
 
 
-def test_env_explains_the_executor_of_a_model_and_measures_it(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
-    monkeypatch.setattr("selfspec.decoding.measure._CPU_BYTES", 4000)
+def test_env_explains_the_executor_of_a_model_and_measures_it(workplace: Path, call: Call) -> None:
     report = facts(call, "--model", "model", "--dtype", "float64")
     assert (report["model"], report["heads"]) == ("model", "none")
     assert report["executor"] == "generic"

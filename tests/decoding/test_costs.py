@@ -245,6 +245,7 @@ def test_quick_costs_ignore_slow_passes_and_interpolate_between_row_counts(
             clock[0] += 0.2
 
     monkeypatch.setattr(measuring.Passes, "run", run)
+    monkeypatch.setattr(measuring, "_QUICK_S", 2.0)
     costs = measuring.quick_costs(backbone, None, now=lambda: clock[0])
     assert costs == Costs(row=(0.1, 0.3, 0.0, 0.6, 0.1, *[0.2] * 2, *[0.1] * 8))
     assert not slow
@@ -275,11 +276,6 @@ LAYERS, KV_HEADS, HEAD_SIZE = 6, 2, 8
 PRODUCTS = LAYERS * (64 * 32 + 32 * 32 + 128 * 32 + 32 * 64) + 96 * 32
 """Numbers in a tiny Llama: queries, keys and values; output; gate and up; down; lm_head."""
 NORMS = LAYERS * 2 * 32 + 32
-
-
-@pytest.fixture(autouse=True)
-def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_CPU_BYTES", 4000)
 
 
 def ticking(seconds: float = 1.0) -> Clock:
