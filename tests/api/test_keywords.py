@@ -151,23 +151,33 @@ def own() -> Speculator:
     return wrap(make_model("llama", vocab_size=300), byte_level_bpe())
 
 
+ALONE = {"max_length", "max_new_tokens", "eos_token_id", "pad_token_id"}
+"""Fields whose built-in values could hide the effect of others'."""
+DRAWN = SAMPLED - {"do_sample"}
+
+
 @pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("built_in", [False, True])
-@pytest.mark.parametrize("name", sorted(HONOURED))
+@pytest.mark.parametrize(
+    ("names", "built_in"),
+    [(name, False) for name in sorted(HONOURED)]
+    + [(name, True) for name in sorted(ALONE)]
+    + [(" ".join(sorted(names)), True) for names in (DRAWN, HONOURED - ALONE - DRAWN)],
+)
 def test_a_models_own_config_means_the_same_as_in_transformers(
-    name: str, built_in: bool, ends: bool, own: Speculator, monkeypatch: pytest.MonkeyPatch
+    names: str, built_in: bool, ends: bool, own: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The built-in values of most fields are set together."""
     model: Any = own.model
-    defaults = GenerationConfig._get_default_generation_params()
-    value = defaults.get(name) if built_in else OWN_VALUES[name]
+    values = GenerationConfig._get_default_generation_params() if built_in else OWN_VALUES
     ids = random_ids(LENGTH)
-    options: Any = {} if name.startswith("max_") else {"max_new_tokens": 11}
+    options: Any = {} if names.startswith("max_") else {"max_new_tokens": 11}
     config = model.generation_config
     monkeypatch.setattr(config, "eos_token_id", 3 if ends else None)
     monkeypatch.setattr(config, "pad_token_id", 299)  # not in the prompt, where it would be masked
-    monkeypatch.setattr(config, "do_sample", name in SAMPLED)
-    monkeypatch.setattr(config, name, value)
-    if name.startswith("max_") and config.max_new_tokens is config.max_length is None:
+    monkeypatch.setattr(config, "do_sample", {*names.split()} <= SAMPLED)
+    for name in names.split():
+        monkeypatch.setattr(config, name, values.get(name))
+    if names.startswith("max_") and config.max_new_tokens is config.max_length is None:
         options = {"max_new_tokens": 128}  # our default
     sampler = Sampler(LogitsProcessorList(), do_sample=True)
 
@@ -181,7 +191,7 @@ def test_a_models_own_config_means_the_same_as_in_transformers(
     try:
         output = model.generate(ids, tokenizer=own.tokenizer, **options)
     except RuntimeError:
-        with pytest.raises(InvalidOption, match=f"^{name} makes the end token likelier"):
+        with pytest.raises(InvalidOption, match=f"^{names} makes the end token likelier"):
             own.generate(ids, **options)
         return
     torch.manual_seed(0)
