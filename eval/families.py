@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from eval.lab import run
 from selfspec import files
-from selfspec.api.speculator import wrap
+from selfspec.api.speculator import Speculator, wrap
 from selfspec.errors import SelfspecError, first_line
 from selfspec.eval.results import first_divergence
 from selfspec.eval.verify import Way, hugging_face, logits_of
@@ -75,8 +75,7 @@ def try_family(family: str) -> Row:
     except Exception as error:  # noqa: BLE001  # the page shows what a config lacks
         return Row(family, class_name, "not tried", "", _reason(error))
     try:
-        wrap(model, heads="logit-lens")
-        backbone, difference = _compare(family, model)
+        backbone, difference = _compare(family, wrap(model, heads="logit-lens"))
     except SelfspecError as error:
         return Row(family, class_name, "refused", "", first_line(error)[:_MOST_WORDS])
     except Exception as error:  # noqa: BLE001  # a crash is a finding
@@ -105,17 +104,16 @@ def _running_model(family: str) -> PreTrainedModel:
     return model
 
 
-def _compare(family: str, model: PreTrainedModel) -> tuple[Backbone, str]:
+def _compare(family: str, speculator: Speculator) -> tuple[Backbone, str]:
     """The backbone that auto chooses in float32, and the difference in its texts, or ""."""
     single = tiny_model(family, torch.float32)
     backbone = wrap(single, heads="logit-lens").backbone
     drafted = dict.fromkeys(_DRAFTERS, 0)
     for length in PROMPTS:
         ids = random_ids(length)
-        expected, _ = hugging_face(model, ids, NEW_TOKENS)
+        expected, _ = hugging_face(speculator.model, ids, NEW_TOKENS)
         for kind, options in _DRAFTERS.items():
-            speculator = wrap(model, heads="logit-lens", **options)
-            answer = speculator.generate(ids, max_new_tokens=NEW_TOKENS)
+            answer = speculator.generate(ids, max_new_tokens=NEW_TOKENS, **options)
             drafted[kind] += answer.stats.drafted
             if answer.token_ids != expected:
                 place = first_divergence(answer.token_ids, expected)
