@@ -36,14 +36,14 @@ def test_drafts_change_no_bit_of_a_logit(family: str, executor: str, dtype: torc
     backbone = wrapped(family, dtype, executor)
     shape = ladder.FREE if executor == "fused" else ladder.FIXED
     single = dtype == torch.float32
-    kinds = ladder.FEW if executor == "fused" else ladder.BRIEF
+    kinds: ladder.Kinds = ladder.FEW if executor == "fused" else ladder.BRIEF
     if family in WHOLE and single:
         kinds = None
     # longer than the sliding windows, then shorter than a pinned pass
     ladder.check_draft_invariance(backbone, random_ids(13), shape, kinds=kinds)
     if single:
-        brief = {"new_tokens": 10, "kinds": ladder.BRIEF}
-        ladder.check_draft_invariance(backbone, random_ids(1), shape, **brief)
+        kinds = ladder.BRIEF
+        ladder.check_draft_invariance(backbone, random_ids(1), shape, new_tokens=10, kinds=kinds)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,9 @@ def test_drafts_change_no_bit_of_a_logit(family: str, executor: str, dtype: torc
     [(one, "generic") for one in FAMILIES | BREADTH] + [(one, "cuda-graph") for one in FAMILIES],
 )
 def test_float64_tokens_equal_hugging_face(family: str, executor: str) -> None:
-    kinds = ASKED if executor == "generic" and family in FAMILIES else ladder.BRIEF
+    kinds: ladder.Kinds = ladder.BRIEF
+    if executor == "generic" and family in FAMILIES:
+        kinds = ASKED
     if family in WHOLE:
         kinds = None if executor == "generic" else ASKED
     backbone = wrapped(family, torch.float64, executor)
