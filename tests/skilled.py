@@ -26,11 +26,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+talks = cache(lambda: make_talks(make_model("llama", torch.float64)))
+
+
 @cache
 def skilled(kind: str) -> Speculator:
     model = make_model("llama", torch.float64)
     backbone = Backbone(model, executor="generic")
-    heads = fitted(backbone, make_talks(model), epochs=12, learning_rate=2e-2, **KINDS[kind]).heads
+    heads = fitted(backbone, talks(), epochs=12, learning_rate=2e-2, **KINDS[kind]).heads
     # sharper on the embedding, where trees grow
     for layer in heads.config.exit_layers:
         heads.config.temperatures[str(layer)] = 1.3 if layer else 0.5

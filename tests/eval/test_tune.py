@@ -149,7 +149,7 @@ def test_real_answers_are_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Speculator, "generate", heard)
     prompts: list[torch.Tensor] = [random_ids(5, seed) for seed in range(3)]
-    winner = tune(speculator, prompts, unseen, new_tokens=8)
+    winner = tune(speculator, prompts, unseen, new_tokens=6)
     assert len(answers) == 3
     assert all(len(texts) == 1 for texts in answers.values()), "no setting changes a text"
     assert winner.settings == len([*candidates(speculator)])
