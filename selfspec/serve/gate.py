@@ -70,8 +70,8 @@ def guard(
 
 
 def event(value: Any) -> str:
-    """A server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    """A server-sent event, in ASCII: many clients end a line at U+2028 or U+0085, too."""
+    return f"data: {json.dumps(value)}\n\n"
 
 
 def response(error: Refused) -> Response:

@@ -185,6 +185,14 @@ def test_no_text_is_logged_by_default_at_any_level(
         assert place in output
 
 
+def test_no_separator_in_an_answer_ends_a_line_of_its_stream(server: Running) -> None:
+    form = {"name": "a", "schema": {"const": "1\u20282\u20293\x854"}}
+    shape = {"response_format": {"type": "json_schema", "json_schema": form}}
+    text = server.post({**ASK, **shape, "max_tokens": 40, "stream": True}).text
+    assert "\\u2028" in text
+    assert all(line.startswith("data: ") for line in text.splitlines() if line)
+
+
 def test_cross_site_requests_are_refused(server: Running) -> None:
     kinds = ("text/plain", "application/x-www-form-urlencoded", "")
     for name, value in (*(("Content-Type", kind) for kind in kinds), ("Content-Encoding", "gzip")):
