@@ -161,7 +161,9 @@ def _chat_page() -> HTMLResponse:
 
 async def _refuse_path(request: Request, error: Any) -> Response:
     status, headers = error.status_code, error.headers  # with the allowed methods
-    reason = "is not a path of this server" if status == 404 else f"does not take {request.method}"
+    reason = f"does not take {request.method}"
+    if status == 404:
+        reason = "is no path here. Use /v1/chat/completions, /v1/completions or /v1/models"
     return gate.response(Refused(status, f"{request.url.path} {reason}", headers=headers))
 
 

@@ -302,6 +302,7 @@ def test_a_bad_body_or_path_is_refused(
     assert answer.headers.get("allow") == ("POST" if status == 405 else None)
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert "ChatBody" not in answer.json()["error"]["message"]
+    assert ("Use /v1/chat/completions" in answer.json()["error"]["message"]) == (status == 404)
 
 
 NOTHING = {"logprobs": False, "tools": None, "stop": None, "response_format": {"type": "text"}}
