@@ -29,14 +29,14 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27572,
+    "tests/": 27584,
     "model": 6845,
     "decoding": 4777,
     "training": 3705,
     "eval": 2794,
     "eval/": 3438,
     "cli": 3203,
-    "serve": 2930,
+    "serve": 2932,
     "api": 2343,
     "heads": 1671,
     "visualise": 1542,
