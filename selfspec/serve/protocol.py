@@ -42,6 +42,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 """Values without effect, of fields that are not supported: these are accepted."""
+_CACHING = ("cache_control", "prompt_cache_key", "prompt_cache_retention")  # no effect on any text
 
 Penalty = Annotated[StrictFloat, Field(ge=-2, le=2)]
 Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
@@ -97,7 +98,7 @@ class _Shape(pydantic.BaseModel):
         return {
             name: value
             for name, value in body.items()
-            if value is not None and not (name in _NOTHING and value in _NOTHING[name])
+            if name not in _CACHING and value not in (None, *_NOTHING.get(name, ()))
         }
 
 
@@ -246,10 +247,9 @@ class Body(_Shape):
     logit_bias: Annotated[dict[TokenName, Bias], BeforeValidator(_check_size)] | None = None
     response_format: _ResponseFormat | None = None
     max_tokens: Count | None = None
-    # for billing and caching by user, which are not done here
+    # for billing by user, which is not done here
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(_check_size)] | None = None
     speculation: StrictBool | _Speculation | None = None
 

@@ -306,6 +306,8 @@ def test_a_bad_body_or_path_is_refused(
 
 
 NOTHING = {"logprobs": False, "tools": None, "stop": None, "response_format": {"type": "text"}}
+BREAK = {"cache_control": {"type": "ephemeral"}}  # LiteLLM passes it on
+CACHED = [{"role": "user", **BREAK, "content": [{"type": "text", "text": "Hi.", **BREAK}]}]
 SAID = ChatCompletionMessage(role="assistant", content="Mars.")
 WEBUI = {"model": "LlamaForCausalLM", "messages": ASK}
 
@@ -313,7 +315,8 @@ WEBUI = {"model": "LlamaForCausalLM", "messages": ASK}
 @pytest.mark.parametrize(
     "body",
     [
-        {**BODY, "user": "someone", "prompt_cache_key": "a", "safety_identifier": "b"},
+        {**BODY, "user": "someone", "safety_identifier": "b"},
+        {**BODY, "messages": CACHED, "prompt_cache_key": "a", "prompt_cache_retention": "24h"},
         {**BODY, "presence_penalty": 0, **NOTHING},
         {**BODY, "top_k": -1, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False},
         # Open WebUI: an answer, one with the settings of a chat, a title
