@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from selfspec.api.text import Prompt
 
 _NOTHING: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("echo", "store", "include_obfuscation", "continuous_usage_stats"), (False,)),
+    **dict.fromkeys(("echo", "include_obfuscation", "continuous_usage_stats"), (False,)),
     **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("best_of", "repetition_penalty", "repeat_penalty", "length_penalty"), (1,)),
@@ -42,7 +42,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 """Values without effect, of fields that are not supported: these are accepted."""
-_CACHING = ("cache_control", "prompt_cache_key", "prompt_cache_retention")  # no effect on any text
+_UNUSED = ("cache_control", "prompt_cache_key", "prompt_cache_retention", "store")
 
 Penalty = Annotated[StrictFloat, Field(ge=-2, le=2)]
 Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
@@ -98,7 +98,7 @@ class _Shape(pydantic.BaseModel):
         return {
             name: value
             for name, value in body.items()
-            if name not in _CACHING and value not in (None, *_NOTHING.get(name, ()))
+            if name not in _UNUSED and value not in (None, *_NOTHING.get(name, ()))
         }
 
 

@@ -317,6 +317,7 @@ WEBUI = {"model": "LlamaForCausalLM", "messages": ASK}
     [
         {**BODY, "user": "someone", "safety_identifier": "b"},
         {**BODY, "messages": CACHED, "prompt_cache_key": "a", "prompt_cache_retention": "24h"},
+        {**BODY, "store": True},  # as in OpenAI's own examples
         {**BODY, "presence_penalty": 0, **NOTHING},
         {**BODY, "top_k": -1, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False},
         # Open WebUI: an answer, one with the settings of a chat, a title
