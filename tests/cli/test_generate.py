@@ -139,7 +139,7 @@ def test_answers_are_in_order(speculator: FakeSpeculator, asked: list[str], call
     assert speculator.given == {"max_new_tokens": 9, "raw": False}
     assert speculator.room == (engine.MOST_TEXTS, None)
     failed = ", without an answer: 1; the first: no such prompt\n"
-    assert re.search(rf"3 answers, 6 tokens \(\d+ tokens/s with prompts\){failed}", output)
+    assert re.search(rf"3 answers, 6 tokens \([\d.]+ tokens/s with prompts\){failed}", output)
     assert not PARTIAL.exists()
 
 
