@@ -197,12 +197,12 @@ def test_a_model_without_heads_is_traced_with_the_logit_lens(workplace: Path, ca
 # --- tune
 
 HEADS = [*MODEL, "--heads", "heads"]
-SUITE = ["--suite", "suite.jsonl"]
+SUITE = ["--suite", "suite.jsonl", "--max-new-tokens", "3"]
 
 
 @pytest.mark.usefixtures("empty_cache")
 def test_tuned_settings_are_kept_used_and_forgotten(workplace: Path, call: Call) -> None:
-    report = json.loads(call(["tune", *HEADS, *SIX, *SUITE, "--json"]).out)
+    report = json.loads(call(["tune", *HEADS, *SUITE, "--json"]).out)
     assert [str(file) for file in tuned.files()] == [report["file"]]
     assert (report["prompts"], report["objective"]) == (4, "speed")
     options = load("model", heads="heads", dtype="float32").options
@@ -212,7 +212,7 @@ def test_tuned_settings_are_kept_used_and_forgotten(workplace: Path, call: Call)
     assert tuned.files() == []
     assert "nothing was tuned" in call(["tune", *HEADS, "--forget"]).out
     suite = [*SUITE, "--limit", "2", "--objective", "latency"]
-    output = call(["tune", *HEADS, *SIX, *suite, "--dry-run"]).out
+    output = call(["tune", *HEADS, *suite, "--dry-run"]).out
     assert "settings tried on 2 prompts" in output
     assert "x plain decoding" in output or "drafting is switched off" in output  # as timed
     assert tuned.files() == []
@@ -220,7 +220,7 @@ def test_tuned_settings_are_kept_used_and_forgotten(workplace: Path, call: Call)
 
 @pytest.mark.usefixtures("empty_cache", "workplace")
 def test_a_model_without_heads_is_tuned_for_prompt_lookup(call: Call) -> None:
-    report = json.loads(call(["tune", *MODEL, *SUITE, *SIX, "--json"]).out)
+    report = json.loads(call(["tune", *MODEL, *SUITE, "--json"]).out)
     assert report["settings"] == 4 * 4 * 2  # n-gram sizes x lengths x two row costs
     assert report["options"].get("drafter", "ngram").startswith("ngram")
     options = load("model", dtype="float32").options
