@@ -29,7 +29,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27588,
+    "tests/": 27595,
     "model": 6845,
     "decoding": 4777,
     "training": 3705,

@@ -188,6 +188,7 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
         ({"logit_bias": {"a": 1}}, "logit_bias.a"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"temprature": 1}, "temprature"),
+        ({"no_such_field": 1}, "no_such_field"),
         ({"temperature": 3}, "temperature"),
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
