@@ -121,8 +121,8 @@ inline void norm_head(const Heads& heads, const float* weight, float* x) {
 
 // One query or key, normed if the model norms them, and rotated. `number`: that of the head, queries
 // first. The two numbers of a rotated pair are neighbours.
-inline void norm_and_rotate(const Heads& heads, long number, const Number* head, const float* rotation,
-                 float* out) {
+inline void norm_and_rotate(const Heads& heads, long number, const Number* head,
+                            const float* rotation, float* out) {
   const float* norm = heads.norms ? heads.norms + number * heads.size : nullptr;
   for (long j = 0; j < heads.size; j++) out[j] = wide(head[j]);
   if (norm && !heads.norms_last) norm_head(heads, norm, out);
@@ -139,7 +139,7 @@ inline long bytes(const Number* from, const Number* to) { return intptr_t(to) - 
 
 // Multiplies `count` panels, as many at a time as `by` takes.
 inline void multiply_panels(const Arithmetic& by, long count, long steps, Block<const Input> x,
-                   Block<const Number> w, Block<float> sums, long ahead, bool fresh) {
+                            Block<const Number> w, Block<float> sums, long ahead, bool fresh) {
   for (long p = 0; p < count; p += by.panels())
     by.multiply(std::min(by.panels(), count - p), steps, x, w.from_panel(p), sums.from_panel(p),
                 ahead, fresh);
@@ -168,7 +168,7 @@ struct Softmax {
   Heads heads = {};
   long queries = 0;
   Lines<Input> prepared, weights;  // [places] queries; [QUERIES] of BLOCK
-  Lines<float> scores, sums;    // [QUERIES, BLOCK and more]; [places, width]
+  Lines<float> scores, sums;       // [QUERIES, BLOCK and more]; [places, width]
   std::vector<float> reference;    // [queries] the reference score of the weights
   std::vector<Vector> totals;      // [queries] partial sums of weights
 
@@ -201,8 +201,8 @@ struct Softmax {
   // Multiplies queries from `first` on with `count` keys, in whole panels; scores go to `low` and on.
   void score(const Arithmetic& by, long first, long low, long count, const Number* keys, long ahead) {
     multiply_panels(by, up(count, PANEL), up(heads.size, STEP), {prepared[first], prepared.apart, 0},
-           {keys, PANEL * STEP, PANEL * heads.width()},
-           {scores[first % QUERIES] + low, scores.apart, PANEL}, ahead, true);
+                    {keys, PANEL * STEP, PANEL * heads.width()},
+                    {scores[first % QUERIES] + low, scores.apart, PANEL}, ahead, true);
   }
 
   // Turns scores of queries from `first` on into weights, 0 outside of `sees(query)`: [low, high).
@@ -257,8 +257,8 @@ struct Softmax {
   // Adds the values at [low, high), times their weights, to the sums of queries from `first` on.
   void add_values(const Arithmetic& by, long first, long low, long high, const Number* values, long ahead) {
     multiply_panels(by, heads.width() / PANEL, up(high - low, STEP),
-           {weights[first % QUERIES] + low / STEP * Kind::INPUTS, weights.apart, 0},
-           {values, PANEL * STEP, BLOCK * PANEL}, {sums[first], sums.apart, PANEL}, ahead, false);
+                    {weights[first % QUERIES] + low / STEP * Kind::INPUTS, weights.apart, 0},
+                    {values, PANEL * STEP, BLOCK * PANEL}, {sums[first], sums.apart, PANEL}, ahead, false);
   }
 
   // Stores the result in `kept`, joined with earlier chunks unless this is the first.
@@ -341,7 +341,7 @@ struct Work {
 
 // Adds keys and values of the new rows to the pages.
 void append_rows(const Heads& heads, const Work& work, const std::vector<Text>& texts,
-          const Number* projected) {
+                 const Number* projected) {
   thread_local std::vector<float> rotated_head;
   thread_local std::vector<Number> numbers;
   rotated_head.resize(heads.size), numbers.assign(heads.width(), Number(0));
@@ -393,7 +393,7 @@ struct Tile {
     for (long q = 0; q < queries(); q++) {
       const Number* const row_of_pass = projected + (text.span.first + row(q)) * heads.row();
       norm_and_rotate(heads, number(q), row_of_pass + number(q) * heads.size,
-           text.rotations + row(q) * heads.rotated, rotated_head.data());
+                      text.rotations + row(q) * heads.rotated, rotated_head.data());
       softmax.set_query(q, rotated_head.data());
     }
   }
@@ -409,7 +409,7 @@ struct Tile {
 // Copies the values of a block that one row sees from `cut` on to the first positions of `to`: `same`
 // of them from the block itself, the others up to `count` from `slots`. Those before `unseen` are 0.
 inline void gather_values(const Store& store, long block, long cut, long count, long same,
-                       const long* slots, long unseen, Number* to) {
+                          const long* slots, long unseen, Number* to) {
   const long line = PANEL * STEP, panel = PANEL * BLOCK;
   for (long p = 0; p < store.width / PANEL; p++)
     std::copy_n(store.value_block(block) + p * panel + cut * PANEL, up(same, STEP) * line,
@@ -463,7 +463,7 @@ void attend_to_chunk(const Tile& tile, long chunk, const Arithmetic& by, Softmax
       const long last = std::min(first + QUERIES, tile.queries());
       for (long b = at; b < reach; b += BLOCK)
         softmax.score(by, first, b - at, std::min(BLOCK, reach - b), store.key_block(b),
-                  b == at && !first ? bytes(keys, store.key_block(next)) : 0);
+                      b == at && !first ? bytes(keys, store.key_block(next)) : 0);
       long slots[BLOCK];
       for (long q = first; tree && q < last; q++) {
         const long row = tile.row(q), from = std::max(at, held);

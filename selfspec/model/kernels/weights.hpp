@@ -143,7 +143,7 @@ void pack(long in, long out, const Number* weight, Number* panels) {
 
 // rows [count, in] -> result [count, out], plus bias [out] if given.
 void linear_layer(long count, long in, long out, const Number* rows, const Stripe* stripes,
-             const Number* bias, Number* result) {
+                  const Number* bias, Number* result) {
   if (!count) return;
   const Linear linear = {in, out, stripes, bias};
   std::vector<Input> room(count > Arithmetic::FEW ? Arithmetic(count).room(in) : 0);
