@@ -380,7 +380,7 @@ CONTROLLERS: Kinds = {
 
 @dataclass(frozen=True, kw_only=True)
 class Lossless(Part, kind="lossless"):
-    """Greedy match, or speculative sampling: the output is the model's own."""
+    """A draft must equal the model's own choice: its best token, or the draw of its seed."""
 
 
 @dataclass(frozen=True, kw_only=True)

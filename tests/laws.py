@@ -71,27 +71,6 @@ class LoadedSampler(Sampler):
         return torch.tensor((self.dice.roll([1 / CELLS] * CELLS) + 0.5) / CELLS)
 
 
-class Share:
-    """Stands in for a uniform number: comparisons are true with the exact probability."""
-
-    def __init__(self, dice: Dice, scale: float = 1.0) -> None:
-        self.dice, self.scale = dice, scale
-
-    def __mul__(self, other: Any) -> Share:
-        return Share(self.dice, self.scale * float(other))
-
-    def __lt__(self, bound: Any) -> bool:
-        chance = min(1.0, float(bound) / self.scale) if self.scale > 0.0 else 1.0
-        return self.dice.roll([1.0 - chance, chance]) == 1
-
-
-class ExactSampler(LoadedSampler):
-    """A Sampler whose uniform numbers give any probability exactly."""
-
-    def uniform(self, device: torch.device) -> Any:
-        return Share(self.dice)
-
-
 class FixedSampler(Sampler):
     """A Sampler whose uniform numbers are all `u`."""
 

@@ -29,9 +29,9 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27_595,
+    "tests/": 27_540,
     "model": 6845,
-    "decoding": 4777,
+    "decoding": 4753,
     "training": 3705,
     "eval": 2794,
     "eval/": 3438,

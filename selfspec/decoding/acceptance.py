@@ -175,8 +175,6 @@ class SpeculativeSampling:
 
     With lenience 1 the committed tokens have exactly the target's distribution (Leviathan et al.
     2023, section 2.3 and appendix A.1); below 1 more drafts are accepted, which changes it.
-    Siblings are tried in order, each against the residual of p that earlier siblings left; this
-    preserves the distribution if they were drawn independently.
     Source: speculative_decoding_and_lenience.txt.
     """
 

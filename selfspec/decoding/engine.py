@@ -63,7 +63,7 @@ from selfspec.model.kv import (
     free_bytes,
 )
 from selfspec.model.weights import TEAM
-from selfspec.options import as_word
+from selfspec.options import Lossless, as_word
 
 # --- shared by all sequences of one model
 
@@ -115,8 +115,7 @@ class Runtime:
         drafting = options.speculate and options.drafter != "none"
         refusal = self._refusal(options) if drafting else None
         options = replace(options, speculate=drafting and refusal is None)
-        if options.speculate and options.loss:  # lossy rules need the generator's successive draws
-            request = replace(request, sampler=replace(request.sampler, seed=None))
+        request = replace(request, sampler=self._seeded(request.sampler, options))
         rule, logprobs = self.rule(request.sampler, options), list[Logprob]()
         if options.speculate and options.uses("successors"):
             rule = ngram.TeachingRule(
@@ -146,6 +145,19 @@ class Runtime:
             draft_model.capture(start, (0, draft_model.num_layers), range(1, 3))
         steps = decode_rounds(state, drafter, rule, request.stop, watch)
         return Running(state=state, steps=steps, stats=stats, logprobs=logprobs)
+
+    def _seeded(self, sampler: Sampler, options: SpeculationOptions) -> Sampler:
+        """A sampler with a seed, so that drafts change no draw, unless the rule needs one without.
+
+        Lossy rules, and speculative sampling if it is asked for, need a generator's successive
+        draws. A missing seed is drawn from torch's generator, so `torch.manual_seed` repeats texts.
+        """
+        if options.speculate and options.loss:
+            return replace(sampler, seed=None)
+        asked = options.speculate and not isinstance(options.acceptance, Lossless)
+        if asked or not sampler.do_sample or sampler.seed is not None:
+            return sampler
+        return sampler.seeded(int(torch.randint(2**63 - 1, ())), self.backbone.device)
 
     def rule(self, sampler: Sampler, options: SpeculationOptions) -> AcceptanceRule:
         """The acceptance rule; experiments may override this to observe verdicts."""

@@ -45,6 +45,14 @@ STATELESS = frozenset(
     }
 )
 
+# those that read scores alone: neither the ids before a token nor which token has which score
+_WARPERS = frozenset(
+    {
+        *("EpsilonLogitsWarper", "EtaLogitsWarper", "MinPLogitsWarper", "TemperatureLogitsWarper"),
+        *("TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
+    }
+)
+
 
 def processor_for(processor: Any, row: int, rows: int) -> Any:
     """A logits processor for one row; raises InvalidOption if it may mix rows of a batch."""
@@ -262,6 +270,11 @@ class Sampler:
         """Whether this is greedy decoding without processors."""
         return not self.do_sample and not self.processors
 
+    @property
+    def reads_scores_alone(self) -> bool:
+        """Whether the processors give some tokens' scores the same results without the others."""
+        return all(_is_of(_WARPERS, processor) for processor in self.processors)
+
     def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Processed scores of the token after `ids` [1, n]; [1, V] -> [1, V]."""
         # processors read ids and scores, and may write; lm_head may be on another device
@@ -304,19 +317,20 @@ class Sampler:
         return _pick(probs, torch.rand(1, **options))
 
     def likely_draws(
-        self, probs: Tensor, place: int, count: int, doubt: float
+        self, probs: Tensor, place: int, count: int, doubt: float, tokens: Tensor | None = None
     ) -> tuple[list[int], list[float]]:
         """The likeliest seeded draws after `place` ids: `count` tokens, their chances descending.
 
-        `probs` [V] are a draft's. The target's logits are modelled as the draft's plus Gumbel noise
-        of scale `doubt`. A token then wins the target's race with a probability proportional to its
-        time in the draft's race to the power of -temperature / doubt. Near temperature 0 that is
-        softmax(logits / doubt), which judges greedy drafts.
+        `probs` [V] are a draft's; `tokens` [V] their ids, if not all tokens are drafted. The
+        target's logits are modelled as the draft's plus Gumbel noise of scale `doubt`. A token then
+        wins the target's race with a probability proportional to its time in the draft's race to
+        the power of -temperature / doubt. Near temperature 0 that is softmax(logits / doubt), which
+        judges greedy drafts.
         """
         assert self.seed is not None  # noqa: S101  # only called with a seed
-        tokens, times, _ = _race(probs, mixed_seed(self.seed, place - self.pad))
+        racing, times, _ = _race(probs, mixed_seed(self.seed, place - self.pad), tokens)
         shares = (times[0] / times) ** (self.temperature / doubt)
-        odds = zip(tokens, (shares / shares.sum()).tolist(), strict=True)
+        odds = zip(racing, (shares / shares.sum()).tolist(), strict=True)
         pairs = [(token, chance) for token, chance in odds if token != _OTHERS][:count]
         return [token for token, _ in pairs], [chance for _, chance in pairs]
 
@@ -364,7 +378,9 @@ _RACING = 64  # likeliest tokens that race individually; all others race as one
 _OTHERS, _WHICH = -1, -2  # pseudo token ids: the others as one, and the choice among them
 
 
-def _race(probs: Tensor, number: int) -> tuple[list[int], np.ndarray[Any, Any], float]:
+def _race(
+    probs: Tensor, number: int, tokens: Tensor | None = None
+) -> tuple[list[int], np.ndarray[Any, Any], float]:
     """Tokens of [V] sorted by arrival time, fastest first, these times, and a share for `_pick`.
 
     A time is an exponential variable divided by the token's probability. The variable depends on
@@ -373,7 +389,8 @@ def _race(probs: Tensor, number: int) -> tuple[list[int], np.ndarray[Any, Any], 
     count = min(_RACING, len(probs))
     best = probs.topk(count)
     sums = [probs.sum(dtype=torch.float64), best.values.sum(dtype=torch.float64)]
-    numbers = torch.cat([best.values.double(), best.indices.double(), torch.stack(sums)]).tolist()
+    racing = best.indices if tokens is None else tokens[best.indices]
+    numbers = torch.cat([best.values.double(), racing.double(), torch.stack(sums)]).tolist()
     total, best_total = numbers[-2:]
     _check_whole(total)
     ids = np.array([*numbers[count:-2], _OTHERS, _WHICH]).astype(np.int64)
@@ -420,10 +437,13 @@ def is_stateless(processor: object) -> bool:
 
     Leaving a processor out for drafts costs acceptance, never correctness: the target runs all.
     """
+    return getattr(type(processor), "stateless", False) is True or _is_of(STATELESS, processor)
+
+
+def _is_of(names: Collection[str], processor: object) -> bool:
+    """Whether this is one of transformers' processors with these names."""
     kind = type(processor)
-    if getattr(kind, "stateless", False) is True:
-        return True
-    return kind.__module__ == logits_process.__name__ and kind.__name__ in STATELESS
+    return kind.__module__ == logits_process.__name__ and kind.__name__ in names
 
 
 def _run_processor(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ The tables are compared with transformers itself: a field that a later version a
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from selfspec.model.parts import CACHE
 from tests.api.test_text import byte_level_bpe
 from tests.models import make_model, random_ids
 
-LENGTH = 9
+LENGTH, SEED = 9, 11
 
 
 def test_every_config_field_is_in_one_table_and_its_default_passes() -> None:
@@ -179,32 +180,33 @@ def test_a_models_own_config_means_the_same_as_in_transformers(
         monkeypatch.setattr(config, name, values.get(name))
     if names.startswith("max_") and config.max_new_tokens is config.max_length is None:
         options = {"max_new_tokens": 128}  # our default
-    sampler = Sampler(LogitsProcessorList(), do_sample=True)
+    sampler, places = Sampler(LogitsProcessorList(), do_sample=True), itertools.count(LENGTH)
 
     def ours(probs: Tensor, num_samples: int) -> Tensor:
         """Replace `multinomial`, which maps random numbers to tokens in another way."""
         assert num_samples == 1
-        return torch.tensor([[sampler.draw(row)] for row in probs])
+        place = next(places)
+        seeded = (sampler.seeded(SEED + row, probs.device) for row in range(len(probs)))
+        return torch.tensor(
+            [[row.draw(law, place)] for row, law in zip(seeded, probs, strict=True)]
+        )
 
     monkeypatch.setattr(torch, "multinomial", ours)
-    torch.manual_seed(0)
     try:
         output = model.generate(ids, tokenizer=own.tokenizer, **options)
     except RuntimeError:
         with pytest.raises(InvalidOption, match=f"^{names} makes the end token likelier"):
             own.generate(ids, **options)
         return
-    torch.manual_seed(0)
-    answers = own.generate_batch(ids, speculate=False, **options)
+    answers = own.generate_batch(ids, speculate=False, seed=SEED, **options)
     rows = getattr(output, "sequences", output)[:, LENGTH:].tolist()
     assert len(answers) == len(rows)
     for answer, row in zip(answers, rows, strict=True):
         count = len(answer.token_ids)
         assert answer.token_ids == row[:count]
         assert {*row[count:]} <= {config.pad_token_id}
-    if not config.do_sample:
-        drafted = own.generate_batch(ids, **options)
-        assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in answers]
+    drafted = own.generate_batch(ids, seed=SEED, **options)
+    assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in answers]
 
 
 # Keywords of the model's forward

@@ -132,7 +132,8 @@ def test_prompt_lookup_reads_only_verdicts_and_layer_skipping_once_per_token(
 
 def test_sampling_reads_once_per_verdict_and_draws(speculator: Speculator) -> None:
     torch.manual_seed(0)
-    for entry, counts in rounds_of(speculator, drafter="exit:threshold=0.05", do_sample=True):
+    options: dict[str, Any] = {"drafter": "exit:threshold=0.05", "acceptance": ladder.RATIO}
+    for entry, counts in rounds_of(speculator, do_sample=True, **options):
         drafted = len(entry.draft_tokens)
         refused = entry.accepted < drafted
         verdicts = entry.accepted + refused

@@ -15,6 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 
 from selfspec.api.speculator import wrap
 from selfspec.cli.main import main
@@ -22,7 +28,7 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule
-from selfspec.decoding.drafters.base import ROOT, DraftController, Likeliest, Sampled
+from selfspec.decoding.drafters.base import ROOT, DraftController
 from selfspec.decoding.drafters.heads import (
     CHOICES,
     AttendingDrafter,
@@ -32,6 +38,7 @@ from selfspec.decoding.drafters.heads import (
 )
 from selfspec.decoding.drafters.trees import TreeDrafter
 from selfspec.decoding.engine import Engine, Runtime, SequenceRequest
+from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import AskAhead, DecodeState, NoDrafter, Run, run_alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.errors import InvalidOption
@@ -127,14 +134,23 @@ def test_a_head_that_is_not_sure_enough_guesses_nothing(
     assert any(entry.heads for entry in entries)
 
 
-@pytest.mark.parametrize(("draws", "kind"), [(True, Sampled), (False, Likeliest)])
-def test_guesses_are_sampled_if_tokens_are(draws: bool, kind: type, backbone: Backbone) -> None:
-    heads, sampler = ladder.deep_heads(backbone, (0,)), replace(ladder.greedy(), do_sample=draws)
-    guesser = HeadGuesser(heads, ExitJudge(6, {0: 1e-9}), sampler, 4)
-    guesser.begin(DecodeState(backbone, random_ids(9)))
-    with torch.inference_mode():
-        (guesses,) = run_alone(guesser.ask(Draft(), [ROOT], Stopwatch()))
-    assert (type(guesses), len(guesses.chances)) == (kind, 4)
+def test_seeded_guesses_need_the_scores_of_drafted_tokens_alone(backbone: Backbone) -> None:
+    heads = train(make_heads("deep-fused-draft", backbone.unembedding, num_layers=6))
+    warpers, found = [TemperatureLogitsWarper(2.0), TopKLogitsWarper(4)], []
+    for processors in (warpers, [*warpers, MinNewTokensLengthLogitsProcessor(0, 0, [1])]):
+        sampler = Sampler(LogitsProcessorList(processors), do_sample=True)
+        assert sampler.reads_scores_alone == (processors is warpers)  # the last one changes nothing
+        seeded = sampler.seeded(5, backbone.device)
+        guesser = HeadGuesser(heads, ExitJudge(6, {0: 1e-9}), seeded, 3)
+        guesser.begin(DecodeState(backbone, random_ids(9)))
+        draft = Draft.of([7])
+        with torch.inference_mode():
+            found += run_alone(guesser.ask(draft, [ROOT], Stopwatch()))
+            found += run_alone(guesser.ask(draft, [0], Stopwatch()))
+    for alone, among_all in zip(found[:2], found[2:], strict=True):
+        assert alone.tokens == among_all.tokens
+        assert alone.chances == pytest.approx(among_all.chances)
+    assert found[0].tokens != found[1].tokens or found[0].chances != found[1].chances
 
 
 @pytest.mark.parametrize("kind", ["attending", "medusa"])

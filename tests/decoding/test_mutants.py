@@ -165,6 +165,7 @@ def test_ladder_catches_greedy(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("mutant", SAMPLING_MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_ladder_catches_sampling(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama", vocab_size=4, num_hidden_layers=2)
+    options: dict[str, Any] = {"costs": "row=0,head=0", "acceptance": ladder.RATIO}
     mutant(monkeypatch)
-    with pytest.raises(AssertionError):
-        ladder.check_sampling(model, random_ids(3, vocab_size=4), costs="row=0,head=0")
+    with pytest.raises(AssertionError, match="not the distribution"):
+        ladder.check_sampling(model, random_ids(3, vocab_size=4), **options)

@@ -573,6 +573,19 @@ def test_a_row_of_a_batch_equals_its_prompt_alone_with_the_seed_plus_its_number(
     assert method in (None, "ngram") or 0 < accepted < drafted
 
 
+def test_without_a_seed_torchs_decides_whatever_is_drafted(speculator: Speculator) -> None:
+    texts = []
+    for drafting in ({"drafter": "none"}, METHODS["trees"]):
+        options = FLAT | {"max_new_tokens": 20} | drafting
+        with torch.random.fork_rng():
+            torch.manual_seed(SEED)
+            answers = [speculator.generate(PROMPTS[0], **options) for _ in range(2)]
+        assert answers[1].stats.accepted > 0 or drafting["drafter"] == "none"
+        texts.append([answer.token_ids for answer in answers])
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
+
+
 def test_seeds_wrap_around_at_64_bits(speculator: Speculator) -> None:
     ids = torch.cat([PROMPTS[0], PROMPTS[0]])
     last, first = speculator.generate_batch(ids, **FLAT, max_new_tokens=8, seed=2**64 - 1)

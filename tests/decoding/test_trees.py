@@ -5,27 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import count, product
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
-from selfspec.decoding.acceptance import Draft, SpeculativeSampling
+from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import DraftCost
 from selfspec.decoding.decode import StopRule
-from selfspec.decoding.drafters.base import DraftController, Guesses, Likeliest, Sampled
+from selfspec.decoding.drafters.base import DraftController, Likeliest
 from selfspec.decoding.drafters.ngram import NgramDrafter
 from selfspec.decoding.drafters.trees import TreeDrafter
-from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import DecodeState, Drafter, NoDrafter, Steps, no_work, run_alone
 from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.errors import InvalidDraft, UnsupportedModel
 from selfspec.eval.verify import BranchingDrafter
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, Rows
-from tests import ladder, laws
+from tests import ladder
 from tests.decoding.test_drafters import Text
 from tests.ladder import rounds
 from tests.models import EXECUTORS, random_ids, wrapped
@@ -140,7 +138,7 @@ class Fan:
     def begin(self, state: DecodeState) -> None:
         self.asked.append([])
 
-    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Likeliest]]:
         self.asked[-1].append(len(nodes))
         return no_work([Likeliest(*map(list, zip(*self.best, strict=True))) for _ in nodes])
 
@@ -252,76 +250,3 @@ def test_heads_that_are_always_wrong_are_paused_and_prompt_lookup_continues() ->
     copied = run_alone(drafter.draft(text, 9, Stopwatch()))
     assert (copied.tokens[0], copied.heads) == (102, 0)
     assert {token.source for token in copied.proposed} == {"ngram"}
-
-
-def test_the_trunks_token_is_not_drawn_again() -> None:
-    sampler = Sampler(LogitsProcessorList(), do_sample=True)
-    rest, taken = Sampled(torch.tensor([0.5, 0.3, 0.2]), sampler, 3).without(0)
-    assert taken == 0.5
-    assert rest.chances == pytest.approx([0.3, 0.2])
-    choices = [rest.choice(rank) for rank in range(3)]
-    assert {choice.token for choice in choices if choice is not None} == {1, 2}
-    assert choices[2] is None
-
-
-class Draws:
-    """A guesser that draws the next token from a table of distributions [V, V]."""
-
-    source = EXIT
-    asks_once = False
-
-    def __init__(self, table: Tensor, sampler: Sampler, count: int) -> None:
-        self.table, self.sampler, self.count = table, sampler, count
-
-    def begin(self, state: Any) -> None:
-        self.state = state
-
-    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
-        last = [self.state.tokens[-1] if at < 0 else draft.tokens[at] for at in nodes]
-        return no_work([Sampled(self.table[token], self.sampler, self.count) for token in last])
-
-
-class Copied:
-    """A trunk of the given tokens."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = list(tokens)
-
-    def propose(self, state: laws.Words, limit: int) -> Draft:
-        tokens = self.tokens[:limit]
-        chances = [0.3 ** (index + 1) for index in range(len(tokens))]
-        rows = zip(tokens, chances, strict=True)
-        return Draft(
-            proposed=[DraftToken(t, at - 1, 0, "ngram", p) for at, (t, p) in enumerate(rows)]
-        )
-
-    def learn(self, draft: Draft, kept: Sequence[int]) -> None: ...
-
-
-@pytest.mark.parametrize("trunk", [(), (2,), (1, 3)], ids=str)
-@pytest.mark.parametrize(("guesses", "depth", "most"), [(2, 1, 2), (3, 1, 3), (2, 2, 3), (4, 2, 3)])
-def test_sampling_from_a_tree_is_exact(
-    guesses: int, depth: int, most: int, trunk: tuple[int, ...]
-) -> None:
-    sampler = laws.ExactSampler(LogitsProcessorList(), do_sample=True)
-    rule = SpeculativeSampling(sampler)
-    sizes = set()
-
-    def play() -> tuple[int, ...]:
-        words = laws.Words(0)
-        drafter = TreeDrafter(
-            Draws(laws.DRAFTS, sampler, guesses),
-            DraftCost(rows=(0.0,)),
-            DraftController(depth),
-            most=most + len(trunk),
-            seen=cast(NgramDrafter, Copied(trunk)) if trunk else None,
-        )
-        draft = run_alone(drafter.draft(cast(DecodeState, words), 9, Stopwatch()))
-        sizes.add((len(draft.tokens), not draft.is_chain))
-        laws.verdicts(rule, words, laws.TARGETS[[0, *draft.tokens]].log(), draft)
-        return tuple(words.tokens[1:])
-
-    law = laws.completed(laws.enumerate_law(sampler, play), 4)
-    assert any(branches for _, branches in sizes)
-    for tokens, chance in law.items():
-        assert chance == pytest.approx(laws.chance((0, *tokens), laws.TARGETS), abs=1e-6), tokens

@@ -10,8 +10,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from selfspec import options as parts
 from selfspec.config import SpeculationOptions
 from selfspec.decoding.acceptance import Draft
@@ -212,13 +210,13 @@ class Guesser(Protocol):
     def begin(self, state: DecodeState) -> None:
         """Begin a round; its draft follows the text of `state`."""
 
-    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Likeliest]]:
         """Guesses after each of `nodes`: ROOT, or tokens of `draft` whose parents were asked."""
 
 
 @dataclass(frozen=True)
 class Likeliest:
-    """The likeliest tokens, for greedy decoding, by descending chance."""
+    """The tokens that the target is likeliest to choose, by descending chance."""
 
     tokens: Sequence[int]
     chances: Sequence[float]
@@ -226,63 +224,8 @@ class Likeliest:
     def best(self, count: int | None) -> Likeliest:
         return Likeliest(self.tokens[:count], self.chances[:count])
 
-    def choice(self, rank: int) -> DraftToken:
-        return DraftToken(self.tokens[rank])
-
     def without(self, token: int) -> tuple[Likeliest, float]:
         """The guesses without `token`, with unchanged chances, and the chance of `token`."""
         chances = dict(zip(self.tokens, self.chances, strict=True))
         chance = chances.pop(token, 0.0)
         return Likeliest([*chances], [*chances.values()]), chance
-
-
-class Sampled:
-    """Tokens drawn without replacement, each with the distribution that it was drawn from.
-
-    Verification tries them in order, each against the residual of the target's distribution that
-    earlier ones left, which preserves that distribution (recursive rejection sampling: Jeon et al.
-    2024, "Recursive Speculative Decoding"). `chances` depend on the prefix, not on the draws.
-    """
-
-    def __init__(self, probs: Tensor, sampler: Sampler, count: int) -> None:
-        self._probs, self._sampler, self._count = probs, sampler, count
-        best = probs.topk(min(count, len(probs))).values
-        self.chances: list[float] = [chance for chance in best.tolist() if chance > 0.0]
-
-    def choice(self, rank: int) -> DraftToken | None:  # noqa: ARG002  # draws come in order
-        """The next draw; None if rounding left nothing to draw from."""
-        probs = self._probs
-        total = probs.sum()
-        if not bool(total > 0.0):
-            return None
-        probs = probs / total
-        token = self._sampler.draw(probs)
-        self._probs = probs.clone()
-        self._probs[token] = 0.0
-        return DraftToken(token, probs=probs)
-
-    def without(self, token: int) -> tuple[Sampled, float]:
-        probs = self._probs.clone()
-        probs[token] = 0.0
-        return Sampled(probs, self._sampler, self._count), float(self._probs[token])
-
-
-Guesses = Likeliest | Sampled
-
-
-def guesses_after(
-    sampler: Sampler, ids: Tensor, logits: Tensor, count: int, doubt: float
-) -> Guesses:
-    """At most `count` guesses or draws after `ids` [1, n], under processors; logits [1, V].
-
-    `doubt` divides the draft's logits, which calibrates its confidence.
-    """
-    scores = sampler.scores(ids, logits)[0]
-    if not sampler.do_sample:
-        best = (scores / doubt).softmax(-1).topk(min(count, len(scores)))
-        return Likeliest(best.indices.tolist(), best.values.tolist())
-    probs = scores.softmax(-1)
-    if sampler.seed is None:
-        return Sampled(probs, sampler, count)
-    # with a seed, verification compares with the seeded draw and needs no distributions
-    return Likeliest(*sampler.likely_draws(probs, ids.shape[1], count, doubt))

@@ -18,9 +18,7 @@ from selfspec.decoding.drafters.base import (
     ChoosingDrafter,
     Drafting,
     DraftWriter,
-    Guesses,
     Likeliest,
-    guesses_after,
 )
 from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import Ask, AskAhead, DecodeState, Embed, Steps, do_alone
@@ -61,7 +59,7 @@ class HeadGuesser:
         self._deep = state.deep if self._heads.reads_deep else None  # beside the newest embedding
         self._features: dict[int, Tensor] = {}  # the head's features of each asked token, [1, d]
 
-    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Likeliest]]:
         """One linear layer over all of `nodes`, and one device read."""
         hidden, deep = yield from self._rows(draft, nodes)
         watch.lap("draft")
@@ -83,16 +81,24 @@ class HeadGuesser:
 
     def _guesses(
         self, draft: Draft, node: int, answer: Answer, row: int, count: int | None = None
-    ) -> Guesses:
+    ) -> Likeliest:
         tokens, chances = answer.tokens[row][:count], answer.chances[row][:count]
         if not self._judge.exits(chances[0], 0):
             return Likeliest([], [])
         if self._sampler.is_plain_greedy:
             return Likeliest(tokens, chances)
-        path = upload(draft.tokens_to(node), self._state.ids.device)
-        ids = torch.cat([self._state.ids, path[None]], dim=1)
-        logits = self._head.to_target_logits(answer.logits[row : row + 1])
-        return guesses_after(self._sampler, ids, logits, len(tokens), self._judge.temperature(0))
+        ids, path, logits = self._state.ids, draft.tokens_to(node), answer.logits[row : row + 1]
+        sampler, place, drafted = self._sampler, ids.shape[1] + len(path), self._head.draft_ids
+        if not sampler.reads_scores_alone:
+            ids, drafted = torch.cat([ids, upload(path, ids.device)[None]], dim=1), None
+            logits = self._head.to_target_logits(logits)
+        doubt, scores = self._judge.temperature(0), sampler.scores(ids, logits)[0]
+        if sampler.seed is not None and sampler.do_sample:
+            probs = scores.softmax(-1)
+            return Likeliest(*sampler.likely_draws(probs, place, len(tokens), doubt, drafted))
+        best = (scores / doubt).softmax(-1).topk(min(len(tokens), len(scores)))
+        likeliest = best.indices if drafted is None else drafted[best.indices]
+        return Likeliest(likeliest.tolist(), best.values.tolist())
 
 
 class AttendingGuesser(HeadGuesser):
@@ -107,7 +113,7 @@ class AttendingGuesser(HeadGuesser):
         self._places = {ROOT: -1}  # each token's index among those read this round
         self._outputs: dict[int, Tensor] = {}
 
-    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Likeliest]]:
         """Guesses, after reading newly verified tokens; none if the layer has nothing to read."""
         if not self._outputs:
             root = yield from self._text.read(self._state.committed(0))
@@ -145,8 +151,8 @@ class MedusaGuesser(HeadGuesser):
     """Asks all heads once a round; the guesses of head k (from 0) follow every path of k tokens.
 
     Medusa-1 (Cai et al. 2024) verifies the whole tree in every round; here only the part that pays.
-    With sampling it accepts tokens that are typical of the model; here guesses are drawn from the
-    heads, and accepted tokens have the model's distribution.
+    With sampling it accepts tokens that are typical of the model; here accepted tokens have the
+    model's distribution.
     """
 
     asks_once = True
@@ -155,7 +161,7 @@ class MedusaGuesser(HeadGuesser):
         super().begin(state)
         self._answer: Answer | None = None
 
-    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Guesses]]:
+    def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Likeliest]]:
         """Guesses; none without a known state, or after paths as long as the number of heads."""
         if self._answer is None and self._deep is not None:
             count, temperature = min(self._count, CHOICES[()]), self._judge.temperature(0)
@@ -163,7 +169,7 @@ class MedusaGuesser(HeadGuesser):
             watch.lap("heads")
         return [self._guesses_after(draft, node) for node in nodes]
 
-    def _guesses_after(self, draft: Draft, node: int) -> Guesses:
+    def _guesses_after(self, draft: Draft, node: int) -> Likeliest:
         # each token's rank among its siblings; tokens of the trunk come first
         parents = draft.parents
         ranks = tuple(parents[:at].count(parents[at]) for at in draft.path(node))

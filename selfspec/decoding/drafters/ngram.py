@@ -20,7 +20,6 @@ from selfspec.decoding.drafters.base import (
     ROOT,
     DraftController,
     DraftWriter,
-    Guesses,
     Likeliest,
     PacedDrafter,
     Trunks,
@@ -278,7 +277,7 @@ class SuccessorGuesser:
     def begin(self, state: DecodeState) -> None:
         self._newest = state.committed(-2)
 
-    def ask(self, draft: Draft, nodes: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
+    def ask(self, draft: Draft, nodes: Sequence[int], _watch: Stopwatch) -> Steps[list[Likeliest]]:
         guesses = (self._table.guesses([*self._newest, *draft.tokens_to(at)]) for at in nodes)
         return no_work([guess.best(self._count) for guess in guesses])
 

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 from selfspec import files
 from selfspec.decoding.acceptance import Draft
-from selfspec.decoding.drafters.base import Guesses, Likeliest
+from selfspec.decoding.drafters.base import Likeliest
 from selfspec.decoding.state import DecodeState, Steps, no_work
 from selfspec.decoding.stats import REST, Stopwatch
 from selfspec.errors import InvalidData
@@ -172,6 +172,6 @@ class RestGuesser:
     def begin(self, state: DecodeState) -> None:
         self._trie: Trie = self._store.continuations(state.committed(-LONGEST), self._most)
 
-    def ask(self, draft: Draft, nodes: Sequence[int], _watch: Stopwatch) -> Steps[list[Guesses]]:
+    def ask(self, draft: Draft, nodes: Sequence[int], _watch: Stopwatch) -> Steps[list[Likeliest]]:
         guesses = (self._trie.get(tuple(draft.tokens_to(at)), Likeliest((), ())) for at in nodes)
         return no_work([guess.best(self._siblings) for guess in guesses])

@@ -19,10 +19,11 @@ from selfspec.decoding.drafters.base import (
     ROOT,
     DraftController,
     Guesser,
-    Guesses,
+    Likeliest,
     PacedDrafter,
     Trunks,
 )
+from selfspec.decoding.sampling import DraftToken
 from selfspec.decoding.state import DecodeState, Drafter, Steps, no_work
 from selfspec.decoding.stats import FREE, Stopwatch
 
@@ -132,8 +133,7 @@ class _Offer(NamedTuple):
     chance: float  # probability of the whole path; includes the estimates of prompt lookup
     prob: float  # the head's probability of this token after its parent
     parent: int
-    rank: int
-    guesses: Guesses
+    token: int
 
 
 class TreeDrafter(PacedDrafter):
@@ -246,7 +246,7 @@ class TreeDrafter(PacedDrafter):
             return []
         return [node for node, gain in zip(nodes, gains, strict=True) if gain > 0.0]
 
-    def _add(self, nodes: Sequence[_Node], answers: Sequence[Guesses]) -> list[int]:
+    def _add(self, nodes: Sequence[_Node], answers: Sequence[Likeliest]) -> list[int]:
         """Add the guesses that pay; returns the next level, including the trunk's tokens."""
         level, offers = [], []
         for node, guesses in zip(nodes, answers, strict=True):
@@ -259,17 +259,15 @@ class TreeDrafter(PacedDrafter):
                 self._path_probs[node.child] = self._path_probs.get(node.at, 0.0) * child_chance
             share = node.free / max(1.0 - child_chance, _ROUNDING)
             offers += [
-                _Offer(min(share * prob, node.free), prob, node.at, rank, guesses)
-                for rank, prob in enumerate(guesses.chances)
+                _Offer(min(share * prob, node.free), prob, node.at, token)
+                for token, prob in zip(guesses.tokens, guesses.chances, strict=True)
             ]
         proposed, source = self._draft.proposed, self._guesser.source
-        for chance, prob, parent, rank, guesses in sorted(offers, key=lambda offer: -offer.chance):
+        for chance, prob, parent, token in sorted(offers, key=lambda offer: -offer.chance):
             if self._is_full or chance <= self._least_chance:
                 break
-            if (choice := guesses.choice(rank)) is None:
-                continue
             at = len(proposed)
-            proposed.append(choice._replace(parent=parent, source=source, chance=chance))
+            proposed.append(DraftToken(token, parent, source=source, chance=chance))
             self._steps += self._row_costs[at]
             self._tokens += chance
             self._path_probs[at] = self._path_probs.get(parent, 0.0) * prob
