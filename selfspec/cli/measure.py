@@ -299,7 +299,8 @@ def _record(
 def _concurrency(args: base.Given, options: results.BenchOptions, *, as_json: bool) -> str:
     ignored, texts = {"sweep", "quality", "tune_questions"}, args["concurrency"]
     base.refuse(args, ignored, "means nothing with --concurrency. Leave it out")
-    folder, file_names = Path(args["output"]), ("concurrency.json", "concurrency.md")
+    folder = files.local_path(args["output"])
+    file_names = ("concurrency.json", "concurrency.md")
     outputs = [base.check_file(args, folder / name) for name in file_names]
     suite = results.load_suite(options.suite, options.questions, options.limit)
     if max(texts) > len(suite):

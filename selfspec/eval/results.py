@@ -78,15 +78,16 @@ def spread_out(questions: Sequence[T], count: int | None) -> list[T]:
 
 
 def _file(name: str, questions: str | Path | None) -> Path:
+    if name == SPEC_BENCH:
+        if questions is None:
+            raise InvalidOption("the suite spec-bench is not built in. Give --questions FILE")
+        return files.local_path(questions)
     is_file = name not in SUITES and (Path(name).suffix == ".jsonl" or Path(name).is_file())
     if not is_file:
         check_keys([name], SUITES, "suite")
-    if name != SPEC_BENCH and questions is not None:
+    if questions is not None:
         raise InvalidOption(f"{name} and {questions} at once. Leave out --questions")
-    if name == SPEC_BENCH and questions is None:
-        raise InvalidOption("the suite spec-bench is not built in. Give --questions FILE")
-    path = questions or (name if is_file else Path(__file__).with_name("six-tasks.jsonl"))
-    return Path(path)
+    return files.local_path(name) if is_file else Path(__file__).with_name("six-tasks.jsonl")
 
 
 def _questions(file: Path) -> Iterator[Question]:

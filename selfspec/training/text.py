@@ -182,7 +182,7 @@ def rows(source: str | Path) -> Iterator[tuple[str, Any]]:
     """Yield each row's place and content: bytes of a JSON line, or a value. Raises InvalidData."""
     path = _file_of(source)
     if path is None or path.suffix in _TABLES:
-        yield from _data_set(str(source), path)
+        yield from _data_set(local_path(source).as_posix(), path)
         return
     with _open(path) as file:
         if path.name.endswith((".json", ".json.gz")):  # one array, like ShareGPT, or lines

@@ -151,6 +151,7 @@ trace a --from trace.jsonl                       | a prompt and --from at once
 trace --from trace.jsonl --output new            | output means nothing with --from
 tune --suite prompts.jsonl --limit 1             | one question cannot be held
 tune --suite spec-bench                          | Give --questions FILE
+tune --suite spec-bench --questions ''           | the name of a file is empty
 tune --suite sixtasks                            | Did you mean six-tasks?
 tune --forget --json                             | --forget removes files, without
 tune --max-new-tokens 1                          | max_new_tokens is 1, expected at least 2
@@ -161,6 +162,7 @@ bench P --sweep exit.threshold=x                 | expected
 bench P --sweep exit_threshold=1                 | Did you mean exit.threshold?
 bench P --seed 99999999999999999999            | seed is 99999999999999999999, expected a value in
 bench P --concurrency 1,9                        | 9 texts at once, of 2 questions. Give a larger
+bench P --concurrency 1 --output ''              | the name of a file is empty
 bench P --concurrency 1 --sweep exit.threshold=0.5 | sweep means nothing with --concurrency
 verify --max-copy-gb -1                          | max_copy_gb is -1.0, expected a value of
 verify --rungs 2,8                               | rungs is 8, expected a value in [1, 7]

@@ -302,11 +302,12 @@ def test_the_real_package_reads_folders_and_tables(
 ) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "train.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
     table = datasets.Dataset.from_list([{"messages": TALK}])
     table.to_parquet(tmp_path / "it.parquet")
-    for source in (tmp_path / "in", tmp_path / "it.parquet"):
+    for source in (tmp_path / "in", "~/in", tmp_path / "it.parquet"):
         ((place, row),) = text.rows(source)
         assert (place, text.messages_of(row)) == ("row 1", TALK)
     (tmp_path / "it.csv").write_text('text\n"a, b"\n')
