@@ -297,8 +297,9 @@ def _record(
 
 
 def _concurrency(args: base.Given, options: results.BenchOptions, *, as_json: bool) -> str:
-    ignored, texts = {"sweep", "quality", "tune_questions"}, args["concurrency"]
+    ignored = {"sweep", "quality", "tune_questions"}
     base.refuse(args, ignored, "means nothing with --concurrency. Leave it out")
+    texts = tuple(dict.fromkeys(args["concurrency"]))  # the table has one line for each
     folder = files.local_path(args["output"])
     file_names = ("concurrency.json", "concurrency.md")
     outputs = [base.check_file(args, folder / name) for name in file_names]
@@ -308,7 +309,7 @@ def _concurrency(args: base.Given, options: results.BenchOptions, *, as_json: bo
         raise InvalidOption(f"{problem}. Give a larger --limit or a smaller --concurrency")
     from selfspec.eval import concurrency, report
 
-    names: tuple[str, ...] = args.get("methods", tuple(concurrency.METHODS))
+    names = tuple(dict.fromkeys(args.get("methods", concurrency.METHODS)))
     check_keys(names, concurrency.METHODS, "method")
     overwrite, parse = args.get("overwrite", False), lambda line: concurrency.Load(**line)
     partial, total = folder / "concurrency.jsonl", len(texts) * len(names) * options.repeats

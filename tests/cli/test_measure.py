@@ -99,6 +99,12 @@ def test_peers_get_settings_from_other_prompts_and_lossy_methods_are_marked_and_
     assert not (workplace / "new").exists()
 
 
+def test_what_is_named_twice_is_measured_once(workplace: Path, call: Call) -> None:
+    twice = ["--concurrency", "1,1", "--methods", "plain,plain", "--repeats", "2", "--json"]
+    summary = json.loads(call([*BENCH, "--limit", "1", *twice]).out)
+    assert [(load["texts"], load["repeat"]) for load in summary["loads"]] == [(1, 0), (1, 1)]
+
+
 def test_results_are_neither_overwritten_nor_continued_unasked(
     workplace: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
