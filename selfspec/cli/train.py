@@ -83,6 +83,8 @@ def _check(args: Args, *, shares: bool = False) -> None:
 
     `shares`: the command shares its work among a launcher's processes; else each would do it all.
     """
+    if args.get("workers", 1) > 1:
+        check_packages("more than one worker", "ray", extra="ray")
     if not shares and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         problem = "a launcher started several processes, whose work only fit shares"
         raise InvalidOption(f"{problem}. Start one; data and cache take --workers N")
@@ -153,13 +155,6 @@ def lock_output(output: str | Path) -> AbstractContextManager[None]:
     """Lock `output` for this command, in its first process only; a URL is not locked."""
     locks = base.is_first() and not files.is_url(output)
     return files.locked(Path(output).absolute()) if locks else nullcontext()
-
-
-def _worker_count(args: Args) -> int:
-    count: int = args.get("workers", 1)
-    if count > 1:
-        check_packages("more than one worker", "ray", extra="ray")
-    return count
 
 
 def _read(
@@ -259,7 +254,7 @@ def data(*, args: Given) -> None:
     base.require(args, "output")
     if "endpoint" in args:
         check_packages("--endpoint", "httpx", extra="train")
-    if _worker_count(args) > 1 and "endpoint" in args:
+    if args.get("workers", 1) > 1 and "endpoint" in args:
         raise InvalidOption("workers with endpoint: a server needs no workers. Drop one")
     if "source" in args:
         ignored = {"recipe", "passages", "questions", "raw"}
@@ -402,19 +397,18 @@ def cache(*, args: Args) -> None:
     The same command continues a killed run.
     """
     base.require(args, "data", "output")
-    workers = _worker_count(args)
     _check(args)
     options = options_of(CacheOptions, args)
     from selfspec.training import features as store
 
     store.check_output(args["output"], base.inputs(args))
     with lock_output(args["output"]):
-        _write_features(args, options, workers)
+        _write_features(args, options)
     base.say_next("fit", args, "--cache", args["output"], "--output", "heads")
 
 
-def _write_features(args: Args, options: CacheOptions, workers: int) -> None:
-    model = _load(args)
+def _write_features(args: Args, options: CacheOptions) -> None:
+    workers, model = args.get("workers", 1), _load(args)
     import torch
 
     from selfspec.heads.exit_heads import check_exit_layers
@@ -574,8 +568,8 @@ def _say_results(fitted: Fitted, model: Base, args: Args) -> None:
         second = shares["agreement_second"]
         suffix = "" if second is None else f"  second draft {second:.1%}"
         base.emit(f"layer {layer:>3}  agreement {shares['agreement']:.1%}{suffix}\n")
-    layers = len(fitted.metrics["layers"])
-    base.emit(f"{args['output']}: exit heads at {layers} layer{'s' * (layers != 1)}\n")
+    layers = counted(len(fitted.metrics["layers"]), "layer")
+    base.emit(f"{args['output']}: exit heads at {layers}\n")
     if fitted.heads.looks_ahead:  # medusa heads are not calibrated
         options = ("--methods", "plain,medusa", "--output", "results")
         base.say_next("bench", args, "--heads", args["output"], *options)
