@@ -616,7 +616,7 @@ def check_output(output: str | Path, reads: Iterable[object] = ()) -> Path:
 def template_of(output: str | Path) -> str | None:
     """The chat template that a Writer's file was written with, if not the model's own."""
     try:
-        template = read_json(_record_path(output))["options"]["chat_template"]
+        template = read_json(_record_path(local_path(output)))["options"]["chat_template"]
     except (InvalidData, LookupError, TypeError, ValueError):
         return None
     return template if isinstance(template, str) else None

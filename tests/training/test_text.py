@@ -365,6 +365,14 @@ def test_batches_are_appended_and_recorded(tmp_path: Path, name: str) -> None:
         opened(path, extra=5)
 
 
+def test_the_template_of_a_text_in_the_home_folder_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    opened(tmp_path / "a.jsonl", chat_template="its own").append([], 0, counted(rows=0))
+    assert text.template_of("~/a.jsonl") == "its own"
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("whole", [0, 1, 2])
 @pytest.mark.parametrize("written", [0, 5, None])
