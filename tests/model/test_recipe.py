@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from eval.families import tiny_model
+from selfspec.eval.verify import WAYS, Way, logits_of
 from selfspec.model import recipe
 from selfspec.model.backbone import Backbone
-from selfspec.model.kv import KVCache, Rows
 from selfspec.model.parts import attention_types, parts_of
 from selfspec.model.recipe import norm_of, rotation_of, shares_of
 from tests.models import make_model, needs_compiler, random_ids
@@ -27,18 +27,6 @@ FAMILIES = [
     *("starcoder2", "nemotron", "arcee", "jais2"),  # MLPs without gates, biases
     *("mixtral", "qwen3_moe", "flex_olmo", "olmoe", "cohere2_moe"),  # experts
 ]
-
-
-def passed(backbone: Backbone, ids: Tensor, widths: list[int]) -> Tensor:
-    """Logits of all positions, in passes of `widths` rows."""
-    kv, logits = KVCache(backbone.num_layers), []
-    with torch.inference_mode():
-        for block in ids.split(widths):
-            start = kv.length(0)
-            rows = Rows.of(kv, start, len(block), ids.device)
-            hidden = backbone.run(backbone.embed(block), 0, backbone.num_layers, rows)
-            logits.append(backbone.logits(hidden))
-    return torch.cat(logits)
 
 
 def error(found: Tensor, truth: Tensor) -> float:
@@ -59,11 +47,8 @@ def test_torchs_default_dtype_does_not_matter(dtype: torch.dtype) -> None:
 @needs_compiler
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_code_runs_the_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As exact as the model's own modules; no other row changes a row's bits, also on a branch.
-
-    The branch is kept across the end of a block of 64 positions.
-    """
-    ids = random_ids(90)[0]
+    """As exact as the model's own modules; no other row changes a row's bits, also on a branch."""
+    ids = random_ids(90)[0]  # across the end of a block of 64 positions
     model = tiny_model(family, torch.float32)
     with torch.no_grad():
         truth = tiny_model(family, torch.float64)(ids[None]).logits[0]
@@ -71,20 +56,10 @@ def test_compiled_code_runs_the_family(family: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(recipe.Norm, "__eq__", None)  # on Python 3.13 it fails for tensors
     backbone = Backbone(model)
     assert backbone.executor_name == "fused", backbone.refusals
-    logits = passed(backbone, ids, [90])
+    logits = logits_of(backbone, ids)
     assert error(logits, truth) < 2 * error(own_logits, truth)
-    assert torch.equal(passed(backbone, ids, [1, 3, 60, 7, 19]), logits)
-    kv, path = KVCache(backbone.num_layers), [0, 2, 3, 5]
-    with torch.inference_mode():
-        backbone.run(backbone.embed(ids[:61]), 0, 6, Rows.of(kv, 0, 61, ids.device))
-        tree = ids[[61, 5, 62, 63, 7, 64]]
-        rows = Rows.of(kv, 61, 6, ids.device, [-1, -1, 0, 2, 2, 3])
-        hidden = backbone.run(backbone.embed(tree), 0, 6, rows)
-        assert torch.equal(backbone.logits(hidden)[path], logits[61:65])
-        kv.keep(61, path)
-        rows = Rows.of(kv, 65, 25, ids.device)
-        hidden = backbone.run(backbone.embed(ids[65:]), 0, 6, rows)
-        assert torch.equal(backbone.logits(hidden), logits[65:])
+    for way in (Way([1, 3, 60, 7, 19]), WAYS["as a branch of a tree"]):
+        assert torch.equal(logits_of(backbone, ids, way), logits)
 
 
 def test_unknown_norms_and_routers_are_refused() -> None:
@@ -101,7 +76,7 @@ def test_experts_run_in_bfloat16_too() -> None:
     """Rounding may choose another expert, which is no error."""
     backbone, ids = Backbone(tiny_model("mixtral", torch.bfloat16)), torch.arange(40)
     assert backbone.executor_name == "fused"
-    assert torch.equal(passed(backbone, ids, [1, 30, 9]), passed(backbone, ids, [40]))
+    assert torch.equal(logits_of(backbone, ids, Way([1, 30, 9])), logits_of(backbone, ids))
 
 
 @needs_compiler
