@@ -18,7 +18,7 @@ from selfspec.model.generic import Executor
 from selfspec.model.kv import POSITIONS, KVCache, PageLayout, Rows, Span
 from selfspec.model.recipe import _ACTIVATIONS, Activation, Attention, Norm, Rotation
 from selfspec.model.weights import CompiledLinear
-from tests.models import make_model, needs_compiler, random_ids
+from tests.models import make_model, needs_compiler, noted, random_ids
 
 pytestmark = needs_compiler
 
@@ -350,13 +350,11 @@ def test_texts_of_one_pass_have_the_same_bits_as_alone(
         caches = [rows.span.kv for rows in pair]
         both = [Rows.of(kv, kv.length(layers - 1), 1, host) for kv in caches]
         assert torch.equal(*(backbone.run(newest, 0, layers, rows) for rows in both))
-    run, passes = FusedExecutor.run, list[list[int]]()
 
-    def noted(executor: FusedExecutor, *work: Any) -> Tensor:
-        passes.append([span.count for span in work[3].spans])
-        return run(executor, *work)
+    def counts(*work: Any) -> list[int]:
+        return [span.count for span in work[4].spans]
 
-    monkeypatch.setattr(FusedExecutor, "run", noted)
+    passes = noted(monkeypatch, FusedExecutor, "run", counts)
     monkeypatch.setattr("selfspec.model.fused._BLOCK_ROWS", 36)
     divided = backbone.run(torch.cat(parts), 0, layers, Rows.joined(behind()))
     assert passes[-3:] == [[33, 1, 3, 4], [33, 1], [3, 4]]

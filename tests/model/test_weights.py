@@ -21,7 +21,7 @@ from selfspec.model import weights
 from selfspec.model.compiler import MACROS, SOURCE, TARGETS, Target, library_name, make_library
 from selfspec.model.weights import DTYPES, FORMATS, ZEROED, CompiledLinear, QuantisedWeight
 from tests.gguf_models import de_quantised, random_blocks, usual_blocks
-from tests.models import needs_compiler
+from tests.models import needs_compiler, noted
 
 pytestmark = needs_compiler
 
@@ -213,21 +213,13 @@ def linear(weight: Tensor) -> nn.Linear:
 def test_large_layers_are_expanded_in_pieces(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, numbers = weight_of("Q4_K", torch.float32)
     bias = torch.randn(len(numbers)) if biased else None
-    most, expanded = 0, QuantisedWeight.expanded
-
-    def watched(self: QuantisedWeight, rows: Tensor | None = None) -> Tensor:
-        nonlocal most
-        piece = expanded(self, rows)
-        most = max(most, piece.numel())
-        return piece
-
     monkeypatch.setattr(weights, "_PIECE", 5 * 512)
-    monkeypatch.setattr(QuantisedWeight, "expanded", watched)
+    pieces = noted(monkeypatch, QuantisedWeight, "expanded", lambda _, rows: len(rows))
     x = torch.randn(2, 3, 512)
     expected = nn.functional.linear(x, numbers, bias)
     output = nn.functional.linear(input=x, weight=weight, bias=bias)
     assert torch.allclose(output, expected, rtol=1e-5, atol=1e-5)
-    assert most == 5 * 512
+    assert max(pieces) == 5
 
 
 @pytest.mark.parametrize("kept", [False, True])
