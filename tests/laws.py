@@ -1,4 +1,4 @@
-"""Exact distributions of committed tokens under acceptance rules; used by test_acceptance.py."""
+"""Exact distributions of committed tokens under acceptance rules, for tests of decoding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from selfspec.decoding.decode import walk
 from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import DecodeState
 
-CELLS = 8
 Law = dict[tuple[int, ...], float]
 
 TARGET = torch.tensor([3, 6, 1, 2, 4]) / 16
@@ -27,15 +26,18 @@ TARGETS = torch.stack([TARGET.roll(shift) for shift in range(5)])  # [last token
 DRAFTS = torch.stack([DRAFT.roll(2 * shift) for shift in range(5)])
 
 
-class Words:
-    """Stands in for DecodeState: committed ids only."""
+class Text(DecodeState):
+    """The part of a decode state that rules, and drafters without layers, read."""
 
-    def __init__(self, *tokens: int) -> None:
-        self.tokens = list(tokens)
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
 
     @property
     def ids(self) -> Tensor:
         return torch.tensor([self.tokens])
+
+    def committed(self, start: int) -> list[int]:
+        return self.tokens[start:]
 
 
 class Dice:
@@ -58,8 +60,22 @@ class Dice:
         return choice
 
 
+class Share:
+    """Stands in for a uniform number: comparisons are true with the exact probability."""
+
+    def __init__(self, dice: Dice, scale: float = 1.0) -> None:
+        self.dice, self.scale = dice, scale
+
+    def __mul__(self, other: Any) -> Share:
+        return Share(self.dice, self.scale * float(other))
+
+    def __lt__(self, bound: Any) -> bool:
+        chance = min(1.0, float(bound) / self.scale) if self.scale > 0.0 else 1.0
+        return self.dice.roll([1.0 - chance, chance]) == 1
+
+
 class LoadedSampler(Sampler):
-    """A Sampler whose draws are rolled by `dice`."""
+    """A Sampler whose draws, and comparisons of its uniform numbers, are rolled by `dice`."""
 
     dice: Dice
 
@@ -67,30 +83,16 @@ class LoadedSampler(Sampler):
         assert not probs.isnan().any()
         return self.dice.roll(probs.tolist())
 
-    def uniform(self, device: torch.device) -> Tensor:
-        return torch.tensor((self.dice.roll([1 / CELLS] * CELLS) + 0.5) / CELLS)
+    def uniform(self, device: torch.device) -> Any:
+        return Share(self.dice)
 
 
-class FixedSampler(Sampler):
-    """A Sampler whose uniform numbers are all `u`."""
-
-    u: float
-
-    def uniform(self, device: torch.device) -> Tensor:
-        return torch.tensor(self.u)
-
-
-def make_sampler(kind: type[Sampler], *processors: Any, do_sample: bool = True) -> Any:
-    return kind(LogitsProcessorList(processors), do_sample)
+def loaded(*processors: Any) -> LoadedSampler:
+    return LoadedSampler(LogitsProcessorList(processors), do_sample=True)
 
 
 def enumerate_law(sampler: LoadedSampler, play: Callable[[], tuple[int, ...]]) -> Law:
-    """The exact distribution of what `play` returns: every outcome of every draw is played.
-
-    Uniform numbers take the centres of 8 equal cells, which is exact as long as all acceptance
-    probabilities are multiples of 1/8; so drafts here have powers of two as probabilities,
-    targets sixteenths.
-    """
+    """The exact distribution of what `play` returns: every outcome of every draw is played."""
     law: dict[tuple[int, ...], float] = defaultdict(float)
     scripts: list[list[int]] = [[]]
     while scripts:
@@ -103,12 +105,12 @@ def enumerate_law(sampler: LoadedSampler, play: Callable[[], tuple[int, ...]]) -
 
 
 def verdicts(
-    rule: AcceptanceRule, words: Words, logits: Tensor, draft: Draft
+    rule: AcceptanceRule, text: Text, logits: Tensor, draft: Draft
 ) -> list[tuple[int, bool]]:
     """All verdicts; each token is committed before the next verdict, as in decode."""
     pairs = []
-    for _, verdict in walk(cast(DecodeState, words), draft, Target(logits), rule):
-        words.tokens.append(verdict.token)
+    for _, verdict in walk(text, draft, Target(logits), rule):
+        text.tokens.append(verdict.token)
         pairs.append((verdict.token, verdict.kept is not None))
     return pairs
 
@@ -123,37 +125,28 @@ def draft_words(sampler: Sampler, count: int, law: Tensor = DRAFTS) -> Draft:
     return draft
 
 
-def drafted(*tokens: int, law: Tensor, belief: Tensor | None = None) -> Draft:
-    """A chain of tokens, each drawn from `law`."""
-    draft = Draft.of(tokens)
-    draft.proposed = [token._replace(probs=law, belief=belief) for token in draft.proposed]
-    return draft
+def drafted(token: int, law: Tensor) -> Draft:
+    """One token drawn from `law`, which is its drafter's belief."""
+    return Draft(proposed=[DraftToken(token, probs=law, belief=law)])
 
 
-def one_round(rule: AcceptanceRule, sampler: Sampler, count: int) -> tuple[int, ...]:
-    """Tokens that a round commits after token 0, by the tables TARGETS and DRAFTS."""
-    words, draft = Words(0), draft_words(sampler, count)
-    verdicts(rule, words, TARGETS[[0, *draft.tokens]].log(), draft)
-    return tuple(words.tokens[1:])
-
-
-def completed(rounds: Law, length: int, targets: Tensor = TARGETS) -> Law:
+def completed(rounds: Law, length: int) -> Law:
     """The distribution of whole sequences after token 0, completed by draws from the target."""
     law: dict[tuple[int, ...], float] = defaultdict(float)
     for start, weight in rounds.items():
-        for rest in product(range(len(targets)), repeat=length - len(start)):
-            law[start + rest] += weight * chance((start[-1:] or (0,)) + rest, targets)
+        for rest in product(range(5), repeat=length - len(start)):
+            law[start + rest] += weight * chance((start[-1:] or (0,)) + rest)
     return law
 
 
-def chance(tokens: Sequence[int], targets: Tensor = TARGETS) -> float:
+def chance(tokens: Sequence[int]) -> float:
     """Probability of tokens[1:] given tokens[0] under the target."""
-    return math.prod(float(targets[a, b]) for a, b in pairwise(tokens))
+    return math.prod(float(TARGETS[a, b]) for a, b in pairwise(tokens))
 
 
-def plain(length: int, targets: Tensor = TARGETS) -> Law:
+def plain(length: int) -> Law:
     """The distribution of sequences of plain sampling after token 0."""
-    return {s: chance((0, *s), targets) for s in product(range(len(targets)), repeat=length)}
+    return {s: chance((0, *s)) for s in product(range(5), repeat=length)}
 
 
 def assert_same(found: Law, expected: Law) -> None:

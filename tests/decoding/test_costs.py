@@ -33,9 +33,10 @@ from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import GenericExecutor
 from selfspec.model.weights import TEAM
 from selfspec.options import Costs
-from tests.decoding.test_drafters import Other, Text
+from tests.decoding.test_drafters import Other
 from tests.heads.kinds import make_heads
 from tests.ladder import attending_heads, greedy
+from tests.laws import Text
 from tests.models import make_model, needs_compiler, random_ids, wrapped
 from tests.recorded import RecordedCapture
 from tests.traces import entry

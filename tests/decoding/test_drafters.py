@@ -34,18 +34,9 @@ from selfspec.model.kv import ancestors
 from selfspec.options import CONTROLLERS, TOGETHER, Skip
 from tests import ladder
 from tests.decoding.conftest import WatchedBackbone
+from tests.laws import Text
 from tests.models import EXECUTORS, make_model, random_ids, wrapped
 from tests.talks import make_tokenizer
-
-
-class Text(DecodeState):
-    """The part of a decode state that drafters without layers read."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = tokens
-
-    def committed(self, start: int) -> list[int]:
-        return self.tokens[start:]
 
 
 def ask(drafter: Any, text: Text, limit: int = 99) -> Draft:

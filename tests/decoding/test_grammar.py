@@ -23,8 +23,8 @@ from selfspec.decoding.sampling import GrammarMask
 from selfspec.errors import InvalidOption
 from selfspec.model.backbone import Backbone
 from tests.api.test_text import byte_level_bpe
-from tests.decoding.test_drafters import Text
 from tests.ladder import deep_heads
+from tests.laws import Text
 from tests.models import make_model, random_ids
 from tests.talks import make_tokenizer
 

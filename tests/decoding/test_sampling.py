@@ -615,7 +615,7 @@ def test_the_draft_that_equals_the_targets_own_draw_is_kept() -> None:
     for draft, position in product(drafts, range(1, 60)):
         token = sampler.draw(laws.TARGET, position)
         logits = laws.TARGET.log().expand(len(draft.tokens) + 1, 5)
-        pairs = laws.verdicts(GreedyMatch(sampler), laws.Words(*[0] * position), logits, draft)
+        pairs = laws.verdicts(GreedyMatch(sampler), laws.Text([0] * position), logits, draft)
         assert pairs[0] == (token, token in draft.tokens)
         kept[token in draft.tokens] += 1
     assert set(kept) == {True, False}

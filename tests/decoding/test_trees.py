@@ -24,8 +24,8 @@ from selfspec.eval.verify import BranchingDrafter
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, Rows
 from tests import ladder
-from tests.decoding.test_drafters import Text
 from tests.ladder import rounds
+from tests.laws import Text
 from tests.models import EXECUTORS, random_ids, wrapped
 
 PARENTS = (-1, -1, 0, 0, 1, 3, 3, 2)
