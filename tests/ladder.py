@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from selfspec.api.speculator import wrap
 from selfspec.api.stream import Stream
 from selfspec.config import OPTION_NAMES, SpeculationOptions
-from selfspec.decoding.acceptance import AcceptanceRule, GreedyMatch
+from selfspec.decoding.acceptance import AcceptanceRule, Draft, GreedyMatch
 from selfspec.decoding.costs import Load
 from selfspec.decoding.decode import StopRule, decode_rounds
 from selfspec.decoding.drafters.base import DraftController, Drafting
@@ -28,7 +29,7 @@ from selfspec.decoding.drafters.rest import Datastore
 from selfspec.decoding.engine import Runtime, SequenceRequest
 from selfspec.decoding.measure import PassShape
 from selfspec.decoding.sampling import Sampler
-from selfspec.decoding.state import DecodeState, Drafter, NoDrafter, do_alone
+from selfspec.decoding.state import DecodeState, Drafter, NoDrafter, do_alone, run_alone
 from selfspec.decoding.stats import Round, Stopwatch
 from selfspec.eval.results import block_logits
 from selfspec.eval.verify import (
@@ -110,19 +111,20 @@ def rounds(
     state: DecodeState, drafter: Drafter, stop: StopRule, rule: AcceptanceRule | None = None
 ) -> Generator[Round, None, None]:
     """Yield the rounds of one text that is written alone, greedily unless a rule is given."""
-    steps = decode_rounds(state, drafter, rule or GreedyMatch(greedy()), stop, Stopwatch())
-    try:
-        step = next(steps)
+    steps: Any = decode_rounds(state, drafter, rule or GreedyMatch(greedy()), stop, Stopwatch())
+    result = None
+    with closing(steps), suppress(StopIteration):
         while True:
+            step = steps.send(result)
             if isinstance(step, Round):
                 yield step
-                step = next(steps)
-            else:
-                step = steps.send(do_alone(step))
-    except StopIteration:
-        return
-    finally:
-        steps.close()
+            result = None if isinstance(step, Round) else do_alone(step)
+
+
+@torch.inference_mode()
+def ask(drafter: Drafter, state: Any, limit: int = 99) -> Draft:
+    """The draft for a text that is written alone."""
+    return run_alone(drafter.draft(state, limit, Stopwatch()))
 
 
 def greedy() -> Sampler:

@@ -24,7 +24,6 @@ from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, Paus
 from selfspec.decoding.engine import Runtime, SequenceRequest
 from selfspec.decoding.measure import ROWS, Clock, PassShape, StepSpeed, why_unpinned
 from selfspec.decoding.sampling import DraftToken
-from selfspec.decoding.state import run_alone
 from selfspec.decoding.stats import PARTS, GenerationStats, Stopwatch
 from selfspec.errors import PinnedUnavailable
 from selfspec.heads.exit_heads import ExitHeads
@@ -35,7 +34,7 @@ from selfspec.model.weights import TEAM
 from selfspec.options import Costs
 from tests.decoding.test_drafters import Other
 from tests.heads.kinds import make_heads
-from tests.ladder import attending_heads, greedy
+from tests.ladder import ask, attending_heads, greedy
 from tests.laws import Text
 from tests.models import make_model, needs_compiler, random_ids, wrapped
 from tests.recorded import RecordedCapture
@@ -102,7 +101,7 @@ def play(paying: PausableDrafter, right: Sequence[bool]) -> list[bool]:
     """Whether each round drafted, given whether its draft would be right."""
     drafted = []
     for accepted in right:
-        draft = run_alone(paying.draft(Text([]), 9, Stopwatch()))
+        draft = ask(paying, Text([]), 9)
         drafted.append(bool(draft.tokens))
         assert draft.tokens or draft.ended == "off"
         paying.learn(draft, [0] if accepted and draft.tokens else [])
@@ -144,7 +143,7 @@ def test_no_match_is_searched_when_a_large_batch_makes_drafts_expensive() -> Non
     call = SequenceRequest(ids=torch.tensor([[1]]), sampler=greedy(), stop=StopRule(max_length=99))
     drafter = Runtime(wrapped("llama"), None, None).drafter(call, options, load)
     for load.texts, text in ((1, Text([1, 2] * 9)), (32, None), (1, Text([1, 2] * 9))):
-        draft = run_alone(drafter.draft(text, 9, Stopwatch()))  # type: ignore[arg-type]  # not read
+        draft = ask(drafter, text, 9)  # a text that is not searched is not read
         assert bool(draft.proposed) == (text is not None)
 
 

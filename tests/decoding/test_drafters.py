@@ -25,22 +25,20 @@ from selfspec.decoding.drafters.base import ROOT, DraftController, Drafting
 from selfspec.decoding.drafters.draft_model import WINDOW, DraftCache, DraftModelDrafter, redraft
 from selfspec.decoding.drafters.ngram import LookaheadDrafter, NgramDrafter, SeenTextFirst
 from selfspec.decoding.drafters.rest import BEHIND, DOUBT, Datastore, RestGuesser, suffix_array
-from selfspec.decoding.state import DecodeState, Drafter, Steps, no_work, run_alone
+from selfspec.decoding.state import DecodeState, Steps, no_work, run_alone
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import DraftModelMismatch, HeadsNotFound, InvalidData, InvalidOption
+from selfspec.eval.verify import hugging_face
 from selfspec.heads.heads import top_probability
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import ancestors
 from selfspec.options import CONTROLLERS, TOGETHER, Skip
 from tests import ladder
 from tests.decoding.conftest import WatchedBackbone
+from tests.ladder import ask
 from tests.laws import Text
 from tests.models import EXECUTORS, make_model, random_ids, wrapped
 from tests.talks import make_tokenizer
-
-
-def ask(drafter: Any, text: Text, limit: int = 99) -> Draft:
-    return run_alone(drafter.draft(text, limit, Stopwatch()))
 
 
 def make_drafter(width: int = 4, rows: tuple[float, ...] = (0.15,), **options: Any) -> NgramDrafter:
@@ -350,23 +348,13 @@ def second() -> WatchedBackbone:
 
 
 @torch.inference_mode()
-def drafted(drafter: Drafter, state: DecodeState) -> Draft:
-    return run_alone(drafter.draft(state, 20, Stopwatch()))
-
-
-def own_text(backbone: Backbone, ids: Tensor, count: int) -> list[int]:
-    model: Any = backbone.model
-    return model.generate(ids, max_new_tokens=count, do_sample=False)[0, ids.shape[1] :].tolist()
-
-
-@torch.inference_mode()
 def test_drafts_are_the_draft_models_own_text(second: WatchedBackbone, precise: Backbone) -> None:
     state = DecodeState(precise, random_ids(7))
     drafter = DraftModelDrafter(DraftCache(second), ladder.drafting(4))
     second.runs.clear()
     for kept in (2, 4, 0):
-        draft = drafted(drafter, state)
-        assert draft.tokens == own_text(second, state.ids, 4)
+        draft = ask(drafter, state)
+        assert draft.tokens == hugging_face(second.model, state.ids, 4)[0]
         labels = {(token.source, token.layer, token.probs) for token in draft.proposed}
         assert labels == {("draft-model", 0, None)}
         for token in draft.tokens[:kept]:
@@ -383,7 +371,7 @@ def test_drafts_are_the_draft_models_own_text(second: WatchedBackbone, precise: 
 def test_the_controller_sees_draft_confidences(second: WatchedBackbone, precise: Backbone) -> None:
     state = DecodeState(precise, random_ids(7))
     whole, cut_short = (
-        drafted(DraftModelDrafter(DraftCache(second), Drafting(ladder.greedy(), controller)), state)
+        ask(DraftModelDrafter(DraftCache(second), Drafting(ladder.greedy(), controller)), state)
         for controller in (DraftController(9), DraftController(9, 0.5))
     )
     text = torch.cat([state.ids, torch.tensor([whole.tokens])], dim=1)
@@ -398,7 +386,7 @@ def test_nothing_is_drafted_beyond_the_draft_models_last_position(precise: Backb
     drafter = DraftModelDrafter(DraftCache(short), ladder.drafting(4))
     for length, room in ((10, 4), (14, 3), (16, 1), (17, 0), (30, 0)):
         state = DecodeState(precise, random_ids(length))
-        assert len(drafted(drafter, state).tokens) == room
+        assert len(ask(drafter, state).tokens) == room
 
 
 def test_a_conversation_runs_only_new_tokens_in_the_draft_model_too(
@@ -491,8 +479,8 @@ def test_drafts_are_those_of_a_shorter_model(precise: Backbone, skipped: tuple[i
     for at, layer in enumerate(kept):
         shorter.model.layers[at].load_state_dict(layer.state_dict())
     state = DecodeState(precise, torch.tensor([[7]]))
-    draft = drafted(skipping(skipped=skipped, threshold=0.0), state)
-    assert draft.tokens == own_text(Backbone(shorter, executor="generic"), state.ids, 8)
+    draft = ask(skipping(skipped=skipped, threshold=0.0), state)
+    assert draft.tokens == hugging_face(shorter, state.ids, 8)[0]
     assert {token.source for token in draft.proposed} == {"skip"}
     assert lengths(state) == {0}
 
@@ -502,12 +490,12 @@ def test_drafts_are_those_of_a_shorter_model(precise: Backbone, skipped: tuple[i
 def test_redrafting_a_window_gives_the_models_tokens_and_keeps_caches(executor: str) -> None:
     backbone = wrapped("llama", executor=executor)
     ids = random_ids(9)
-    text = torch.cat([ids, torch.tensor([own_text(backbone, ids, 12)])], dim=1)
+    text = torch.cat([ids, torch.tensor([hugging_face(backbone.model, ids, 12)[0]])], dim=1)
     state, untouched = entered(backbone, text), entered(backbone, text)
     assert run_alone(redraft(state, (), 12)).best == text[0, 9:].tolist()
     assert run_alone(redraft(state, (2, 3, 4, 5), 12)).best != text[0, 9:].tolist()
     assert lengths(state) == {20}
-    draft, expected = (drafted(skipping(skipped=(3,)), one) for one in (state, untouched))
+    draft, expected = (ask(skipping(skipped=(3,)), one) for one in (state, untouched))
     assert draft.tokens == expected.tokens
 
 
@@ -517,17 +505,17 @@ def test_a_draft_keeps_its_layers_while_another_text_finds_better_ones(
 ) -> None:
     """Layers that skipped a token have no keys of it; masks of a sliding window count them."""
     state, drafter = entered(wrapped("mistral"), random_ids(9)), skipping(threshold=0.0)
-    expected = drafted(drafter, state).tokens
+    expected = ask(drafter, state).tokens
     sets = PropertyMock(side_effect=cycle([drafter._search.skipped, (3,)]))
     monkeypatch.setattr(draft_model.LayerSearch, "skipped", sets, raising=False)
-    assert drafted(drafter, state).tokens == expected
+    assert ask(drafter, state).tokens == expected
 
 
 @torch.inference_mode()
 def test_an_unsure_token_ends_a_draft_and_a_dropped_draft_leaves_nothing(precise: Backbone) -> None:
     state = entered(precise, random_ids(9, 1))  # sure by 0.72, 0.97, 0.94, 0.92, 0.47, 0.38, ..
     taus = (0.0, 0.5, 1.0)
-    drafts = [drafted(skipping(skipped=(3,), threshold=tau), state) for tau in taus]
+    drafts = [ask(skipping(skipped=(3,), threshold=tau), state) for tau in taus]
     ends = [(8, "width"), (5, "unsure"), (1, "unsure")]
     assert [(len(draft.tokens), draft.ended) for draft in drafts] == ends
     assert drafts[1].tokens == drafts[0].tokens[:5]

@@ -328,8 +328,7 @@ def test_a_tree_is_whole_if_rows_cost_nothing_and_else_cut_to_the_part_that_pays
         most=63,
         never_slower=False,
     )
-    with torch.inference_mode():
-        draft = run_alone(drafter.draft(state, 9, Stopwatch()))
+    draft = ladder.ask(drafter, state, 9)
     assert least <= len(draft.tokens) <= most
     assert draft.heads == 1
     tokens, chances = ranked(heads, state)

@@ -41,8 +41,7 @@ from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.costs import Load
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.sampling import STATELESS, GrammarMask, OccurrencePenalty, Sampler
-from selfspec.decoding.state import Drafter, NoDrafter, run_alone
-from selfspec.decoding.stats import Stopwatch
+from selfspec.decoding.state import Drafter, NoDrafter
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.eval.verify import MixedDrafter
 from selfspec.model.backbone import Backbone
@@ -693,7 +692,7 @@ def test_every_drafter_draws_at_the_place_of_its_token(
 
     monkeypatch.setattr(Sampler, "likely_draws", noted)
     with state.round():
-        draft = run_alone(drafter.draft(state, 9, Stopwatch()))
+        draft = ladder.ask(drafter, state, 9)
     assert len(draft.tokens) > 1
     for index, choice in enumerate(draft.proposed):
         place = state.length + len(draft.path(index)) - 1  # the ids before it, and padding

@@ -193,7 +193,7 @@ def test_heads_see_the_row_being_drafted_at_their_own_layer(
     next(decode(state, scripted([])))
     heads = ScriptedHeads(state, scripted(exits))
     with state.round():
-        draft = run_alone(make_drafter(heads).draft(state, 50, Stopwatch()))
+        draft = ladder.ask(make_drafter(heads), state)
     ids = torch.cat([state.ids, torch.tensor([draft.tokens])], dim=1)
     expected = watched.model(ids, output_hidden_states=True).hidden_states
     calls = [(step, layer) for step, layer, _ in heads.seen]

@@ -17,14 +17,14 @@ from selfspec.decoding.decode import StopRule
 from selfspec.decoding.drafters.base import DraftController, Likeliest
 from selfspec.decoding.drafters.ngram import NgramDrafter
 from selfspec.decoding.drafters.trees import TreeDrafter
-from selfspec.decoding.state import DecodeState, Drafter, NoDrafter, Steps, no_work, run_alone
+from selfspec.decoding.state import DecodeState, Drafter, NoDrafter, Steps, no_work
 from selfspec.decoding.stats import EXIT, Stopwatch
 from selfspec.errors import InvalidDraft, UnsupportedModel
 from selfspec.eval.verify import BranchingDrafter
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, Rows
 from tests import ladder
-from tests.ladder import rounds
+from tests.ladder import ask, rounds
 from tests.laws import Text
 from tests.models import EXECUTORS, random_ids, wrapped
 
@@ -160,7 +160,7 @@ def grown(
     drafter = TreeDrafter(
         fan or Fan(), cost, DraftController(depth), ends, most=most, seen=lookup, never_slower=False
     )
-    return run_alone(drafter.draft(Text(list(text)), limit, Stopwatch()))
+    return ask(drafter, Text(list(text)), limit)
 
 
 def paths_of(draft: Draft) -> set[tuple[int, ...]]:
@@ -229,7 +229,7 @@ def test_a_sure_trunk_is_left_alone() -> None:
     lookup = NgramDrafter(DraftController(7), size=3, cost=cost)
     lookup._rates = [0.99] * 4
     drafter = TreeDrafter(fan, cost, DraftController(3), most=15, seen=lookup)
-    draft = run_alone(drafter.draft(Text([1, 2, 3, 1, 2]), 9, Stopwatch()))
+    draft = ask(drafter, Text([1, 2, 3, 1, 2]), 9)
     assert (fan.asked, draft.is_chain) == ([[]], True)
     assert {token.source for token in draft.proposed} == {"ngram"}
 
@@ -241,12 +241,12 @@ def test_heads_that_are_always_wrong_are_paused_and_prompt_lookup_continues() ->
     text, calls = Text([]), []
     for step in range(300):
         text.tokens.append(step + 100)  # no repetition
-        draft = run_alone(drafter.draft(text, 9, Stopwatch()))
+        draft = ask(drafter, text, 9)
         calls.append(draft.heads)
         drafter.learn(draft, [])
     assert calls[:5] == [1] * 5
     assert sum(calls[-130:]) <= 2
     text.tokens += [100, 101]
-    copied = run_alone(drafter.draft(text, 9, Stopwatch()))
+    copied = ask(drafter, text, 9)
     assert (copied.tokens[0], copied.heads) == (102, 0)
     assert {token.source for token in copied.proposed} == {"ngram"}
