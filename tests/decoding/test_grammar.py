@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import jsonschema
 import pytest
 import torch
 from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from selfspec.api.request import Grammars
@@ -58,31 +58,22 @@ DRAFTS: list[dict[str, Any]] = [
 ]
 
 
-@functools.cache
-def everything() -> tuple[Speculator, PreTrainedTokenizerFast, Grammars]:
-    """A float64 speculator, whose choices rows cannot change, with its tokenizer and grammars."""
-    tokenizer = byte_level_bpe(JSON, VOCAB_SIZE - 16)
-    model: Any = make_model("llama", torch.float64, vocab_size=VOCAB_SIZE)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    heads = deep_heads(Backbone(model, executor="generic"))
-    speculator = wrap(model, tokenizer, heads=heads, executor="generic")
-    return speculator, tokenizer, Grammars(tokenizer, VOCAB_SIZE)
-
-
-@pytest.fixture(scope="module")
-def model() -> Speculator:
-    return everything()[0]
-
-
 @pytest.fixture(scope="module")
 def words() -> PreTrainedTokenizerFast:
-    return everything()[1]
+    return byte_level_bpe(JSON, VOCAB_SIZE - 16)
+
+
+@pytest.fixture(scope="module")
+def model(words: PreTrainedTokenizerFast) -> Speculator:
+    """A float64 speculator, whose choices rows cannot change."""
+    llama: Any = make_model("llama", torch.float64, vocab_size=VOCAB_SIZE)
+    llama.generation_config.eos_token_id = words.eos_token_id
+    heads = deep_heads(Backbone(llama, executor="generic"))
+    return wrap(llama, words, heads=heads, executor="generic")
 
 
 def allowed(words: PreTrainedTokenizerFast, text: Sequence[int], tokens: Sequence[int]) -> bool:
     """Whether a fresh matcher accepts the tokens after the text."""
-    from llguidance.hf import from_tokenizer
-
     matcher = LLMatcher(from_tokenizer(words, n_vocab=VOCAB_SIZE), grammar_of_schema(PERSON).text)
     return bool(matcher.consume_tokens([*text, *tokens]))
 
@@ -146,15 +137,13 @@ def test_any_schema_is_followed(model: Speculator, schema: dict[str, Any], seed:
     assert answer.token_ids == model.generate("Write:", speculate=False, **options).token_ids
 
 
-def mask(grammar: Grammar) -> GrammarMask:
-    model, _, grammars = everything()
-    request = model.call("A", {"json_schema": True})
-    return grammars.mask(grammar, request.end_tokens, request.input_ids.shape[1])
+def mask(words: PreTrainedTokenizerFast, grammar: Grammar) -> GrammarMask:
+    return Grammars(words, VOCAB_SIZE).mask(grammar, [int(words.eos_token_id)], 3)
 
 
 def test_forced_tokens_end_with_the_end_token(words: PreTrainedTokenizerFast) -> None:
     grammar: Any = grammar_of({"grammar": 'start: ("yes" | "no") ", of course."'})
-    grammar_mask = mask(grammar)
+    grammar_mask = mask(words, grammar)
     forced = grammar_mask.forced_tokens(words("yes")["input_ids"], 50)
     assert words.decode(forced) == ", of course.<end>"
     assert grammar_mask.forced_tokens(words("yes")["input_ids"], 2) == forced[:2]
@@ -163,7 +152,7 @@ def test_forced_tokens_end_with_the_end_token(words: PreTrainedTokenizerFast) ->
 
 
 def test_forced_tokens_are_the_trunk_despite_any_rival(words: PreTrainedTokenizerFast) -> None:
-    grammar_mask = mask(grammar_of_schema(PERSON))
+    grammar_mask = mask(words, grammar_of_schema(PERSON))
     drafter = GrammarDrafter(grammar_mask, 0, 2)
     opening = Text([0] * grammar_mask.start + words('{"')["input_ids"])
     draft = drafter.propose(opening, 9, rival=5.0)
