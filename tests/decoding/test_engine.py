@@ -57,12 +57,6 @@ SEARCH = BASE.updated({"drafter": "skip:threshold=0.1"})
 BOTH = BASE.updated({"drafter": "ngram+exit:layers=2/4,threshold=0.01,max_tokens=3,guesses=3"})
 
 
-def listening(backbone: Backbone) -> Listening:
-    heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
-    second = Backbone(make_model("llama", num_hidden_layers=2, max_position_embeddings=512))
-    return Listening(Runtime(backbone, heads, second))
-
-
 def requests(count: int, options: Sequence[SpeculationOptions]) -> list[Wanted]:
     """Short and long prompts, some with a common prefix, greedy and sampled."""
     common = random_ids(80, seed=99)
@@ -94,7 +88,10 @@ RUN = [pytest.param(family, marks=needs_compiler) for family in ("llama", "mistr
 
 @pytest.fixture(scope="module", params=RUN)
 def runtime(request: pytest.FixtureRequest) -> Listening:
-    return listening(wrapped(request.param, executor="fused", max_position_embeddings=512))
+    backbone = wrapped(request.param, executor="fused", max_position_embeddings=512)
+    heads = logit_lens(backbone.unembedding, backbone.num_layers, "tiny")
+    second = Backbone(make_model("llama", num_hidden_layers=2, max_position_embeddings=512))
+    return Listening(Runtime(backbone, heads, second))
 
 
 @pytest.fixture(scope="module")

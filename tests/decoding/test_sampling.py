@@ -517,9 +517,8 @@ def speculator() -> Speculator:
     return wrap(model, heads=heads, draft_model=second, executor="generic", **options)
 
 
-def repeating(length: int, seed: int = 0) -> Tensor:
-    """[1, length] ids with four different values, so that prompt lookup finds matches."""
-    return random_ids(length, seed, vocab_size=4)
+PROMPTS = (random_ids(13, 0, 4), random_ids(7, 1, 4), random_ids(10, 2, 4))
+"""Ids with four different values, so that prompt lookup finds matches."""
 
 
 def plain(speculator: Speculator, ids: Tensor, **options: Any) -> list[int]:
@@ -529,13 +528,9 @@ def plain(speculator: Speculator, ids: Tensor, **options: Any) -> list[int]:
 
 def test_a_text_cut_short_is_continued_with_the_same_tokens(speculator: Speculator) -> None:
     """A draw depends on its position, not on where the prompt came from."""
-    ids = repeating(13)
-    tokens = plain(speculator, ids)
-    longer = torch.cat([ids, torch.tensor([tokens[:15]])], dim=1)
+    tokens = plain(speculator, PROMPTS[0])
+    longer = torch.cat([PROMPTS[0], torch.tensor([tokens[:15]])], dim=1)
     assert plain(speculator, longer, max_new_tokens=NEW_TOKENS - 15) == tokens[15:]
-
-
-PROMPTS = (repeating(13), repeating(7, seed=1), repeating(10, seed=2))
 
 
 def left_padded() -> tuple[Tensor, Tensor]:

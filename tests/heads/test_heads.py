@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.errors import InvalidOption
-from selfspec.heads.exit_heads import ExitHeads, logit_lens
+from selfspec.heads.exit_heads import logit_lens
 from selfspec.heads.heads import (
     Answer,
     Ensemble,
@@ -227,14 +227,9 @@ LAYER, TEMPERATURE = 2, 1.3
 
 
 @pytest.fixture(params=["linear", "linear-draft", "deep-fused", "logit-lens-draft"])
-def heads(request: pytest.FixtureRequest, unembedding: Unembedding) -> ExitHeads:
-    """Heads with changed weights, some with a small draft vocabulary."""
-    return train(make_heads(request.param, unembedding)).requires_grad_(False)
-
-
-@pytest.fixture
-def head(heads: ExitHeads) -> ExitHead:
-    return heads[LAYER]
+def head(request: pytest.FixtureRequest, unembedding: Unembedding) -> ExitHead:
+    """A head with changed weights, maybe with a small draft vocabulary."""
+    return train(make_heads(request.param, unembedding)).requires_grad_(False)[LAYER]
 
 
 def states(count: int, seed: int = 0) -> Tensor:
