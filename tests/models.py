@@ -45,6 +45,12 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+_GEMMA: dict[str, Any] = {
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 8,
+    "tie_word_embeddings": False,  # Gemma scales embeddings up: tied ones repeat a token
+}
+
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {}),
     "mistral": (transformers.MistralConfig, {"sliding_window": 8}),
@@ -52,23 +58,9 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3": (transformers.Qwen3Config, {}),
     "gemma2": (
         transformers.Gemma2Config,
-        {
-            "sliding_window": 8,
-            "query_pre_attn_scalar": 8,
-            "attn_logit_softcapping": 5.0,
-            "final_logit_softcapping": 8.0,
-            "tie_word_embeddings": False,  # Gemma scales embeddings up: tied ones repeat a token
-        },
+        _GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     ),
-    "gemma3": (
-        transformers.Gemma3TextConfig,
-        {
-            "sliding_window": 8,
-            "sliding_window_pattern": 3,
-            "query_pre_attn_scalar": 8,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "gemma3": (transformers.Gemma3TextConfig, _GEMMA | {"sliding_window_pattern": 3}),
     "phi3": (transformers.Phi3Config, {}),
     "granite": (
         transformers.GraniteConfig,
