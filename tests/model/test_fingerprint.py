@@ -27,6 +27,7 @@ from selfspec.model import check, fingerprint
 from selfspec.model.check import captured_outputs
 from selfspec.model.fingerprint import UNKNOWN, ModelWatch
 from tests.heads.kinds import make_heads, train
+from tests.model.test_check import Doubling, mlp
 from tests.models import BREADTH, FAMILIES, make_model, random_ids, wrapped
 from tests.talks import save_tiny
 
@@ -71,10 +72,6 @@ def test_the_memory_layout_of_weights_does_not_count(monkeypatch: pytest.MonkeyP
 
 class Strange(torch.Tensor):
     """A subclass, like quantised weights."""
-
-
-def mlp(model: Any) -> Any:
-    return model.model.layers[3].mlp
 
 
 def _set(model: Any, weight: Tensor) -> None:
@@ -232,10 +229,6 @@ def test_heads_without_a_fingerprint_to_compare_are_checked_by_sizes_with_a_warn
 # --- a model that was changed after it was wrapped is refused at the next request
 
 
-class Louder(nn.Linear):
-    """A linear layer of another class."""
-
-
 MLP, UP = "model.layers.3.mlp", "model.layers.3.mlp.up_proj.weight"
 CHANGES: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m.to(torch.bfloat16), "embed_tokens.weight was cast from torch.float32 to torch.bf"),
@@ -250,7 +243,7 @@ CHANGES: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: setattr(mlp(m), "up_proj", nn.Linear(32, 64)), f"{MLP} has other modules"),
     (lambda m: mlp(m).register_forward_hook(lambda _, __, out: out * 2), f"{MLP} has other hooks"),
     (lambda m: setattr(mlp(m), "forward", torch.zeros_like), f"the forward of {MLP} was replaced"),
-    (lambda m: setattr(m.lm_head, "__class__", Louder), "lm_head is a Louder, it was a Linear"),
+    (lambda m: setattr(m.lm_head, "__class__", Doubling), "lm_head is a Doubling, it was a Linear"),
     # Llama has none; Cohere's is read
     (lambda m: setattr(m.config, "logit_scale", 2.0), "model has logit_scale, which it had not"),
     (lambda m: m.config.rope_parameters.update(rope_theta=1.0), "rope_parameters of config of the"),
