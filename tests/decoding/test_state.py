@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.decode import StopRule
 from selfspec.decoding.drafters.base import DraftController, Drafting
 from selfspec.decoding.drafters.heads import ExitDrafter
-from selfspec.decoding.state import DecodeState, HiddenCache, NoDrafter, Run, Steps, run_alone
-from selfspec.decoding.stats import Round, Stopwatch
+from selfspec.decoding.state import DecodeState, HiddenCache, NoDrafter, Run, run_alone
+from selfspec.decoding.stats import Round
 from selfspec.eval.verify import MixedDrafter
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import ExitJudge, likeliest
@@ -28,37 +27,31 @@ from selfspec.training.text import Conversation
 from tests import ladder
 from tests.decoding.conftest import WatchedBackbone
 from tests.ladder import rounds
-from tests.models import VOCAB_SIZE, random_ids
+from tests.models import VOCAB_SIZE, noted, random_ids
 
 EXIT_LAYERS = (2, 4, 6)
 
 
-class DeepKeeper(MixedDrafter):
-    """A drafter that keeps the deep states that heads could have read."""
-
-    deep: dict[int, Tensor | None]
-
-    def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        self.deep[state.length - 1] = state.deep
-        return super().draft(state, limit, watch)
-
-
-def test_heads_read_the_deep_states_that_they_were_fitted_to(precise: Backbone) -> None:
+def test_heads_read_the_deep_states_that_they_were_fitted_to(
+    precise: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = random_ids(7)
     assert DecodeState(precise, ids).deep is None  # none before the first pass
     plain = ladder.decode(precise, ids, NoDrafter())
     text = [*ids[0].tolist(), *plain.tokens]
     heads = ladder.HEADS["deep with states"](precise)
-    keeper = DeepKeeper(text, 1, precise.vocab_size, width=5)
-    keeper.deep = {}
-    answer = ladder.decode(precise, ids, keeper, heads=heads)
+    drafter = MixedDrafter(text, 1, precise.vocab_size, width=5)
+    kept = noted(
+        monkeypatch, MixedDrafter, "draft", lambda _, state, *__: (state.length - 1, state.deep)
+    )
+    answer = ladder.decode(precise, ids, drafter, heads=heads)
     assert answer.tokens == plain.tokens
     assert len({entry.accepted for entry in answer.entries}) > 2
     batch = pad_batch([Conversation(tuple(text), ((1, len(text)),))])
     expected: Any = features(precise, FeatureSpec.read_by(heads), batch).deep
     assert expected.shape[-1] == heads[0].deep_size == 3 * precise.hidden_size
-    assert len(keeper.deep) > 3
-    for position, deep in keeper.deep.items():
+    assert len(kept) > 3
+    for position, deep in kept:
         # float64 with norms in float32; largest difference measured: 3e-7
         torch.testing.assert_close(deep, expected[position : position + 1], rtol=0, atol=1e-5)
 
