@@ -41,7 +41,7 @@ from selfspec.decoding.acceptance import Draft, GreedyMatch
 from selfspec.decoding.costs import Load
 from selfspec.decoding.engine import Engine, Running
 from selfspec.decoding.sampling import STATELESS, GrammarMask, OccurrencePenalty, Sampler
-from selfspec.decoding.state import Drafter, NoDrafter
+from selfspec.decoding.state import NoDrafter
 from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.eval.verify import MixedDrafter
 from selfspec.model.backbone import Backbone
@@ -346,18 +346,8 @@ def test_a_clock_of_the_users_own_is_left_alone() -> None:
 # --- processed scores and draws
 
 
-PROMPT, WHOLE = 6, 26
-
-
 def make_sampler(*processors: Any, **values: Any) -> Sampler:
     return Sampler(LogitsProcessorList(processors), **values)
-
-
-def decoded(backbone: Backbone, sampler: Sampler, drafter: Drafter | None = None) -> list[int]:
-    """Decode greedily to WHOLE ids."""
-    ids, new = random_ids(PROMPT), WHOLE - PROMPT
-    answer = ladder.decode(backbone, ids, drafter or NoDrafter(), new_tokens=new, sampler=sampler)
-    return ids[0].tolist() + answer.tokens
 
 
 def draws(sampler: Sampler) -> list[float]:
@@ -395,8 +385,9 @@ def test_drafts_are_chosen_without_processors_that_may_keep_state() -> None:
 
 
 def test_target_processors_see_each_true_prefix_once(backbone: Backbone) -> None:
-    truth = decoded(backbone, make_sampler())
-    prefixes: list[list[int]] = []
+    prompt, prefixes = random_ids(6), list[list[int]]()
+    plain = ladder.decode(backbone, prompt, NoDrafter()).tokens
+    truth = prompt[0].tolist() + plain
 
     def note(ids: Tensor, scores: Tensor) -> Tensor:
         prefixes.append(ids[0].tolist())
@@ -404,8 +395,9 @@ def test_target_processors_see_each_true_prefix_once(backbone: Backbone) -> None
 
     for drafter in (NoDrafter(), MixedDrafter(truth, 0, VOCAB_SIZE)):
         prefixes.clear()
-        assert decoded(backbone, make_sampler(note), drafter) == truth
-        assert prefixes == [truth[:length] for length in range(PROMPT, WHOLE)]
+        answer = ladder.decode(backbone, prompt, drafter, sampler=make_sampler(note))
+        assert answer.tokens == plain
+        assert prefixes == [truth[:length] for length in range(6, len(truth))]
 
 
 def test_a_head_that_knows_no_allowed_token_still_has_a_distribution() -> None:
