@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import selfspec.decoding.acceptance
-import selfspec.decoding.decode
-import selfspec.decoding.drafters
+from selfspec.decoding import acceptance, decode
 from selfspec.decoding.acceptance import Draft, GreedyMatch, Prefix, Proposed, Target, Verdict
 from selfspec.decoding.drafters.heads import ExitDrafter
 from selfspec.decoding.sampling import DraftToken, Sampler
@@ -68,8 +66,8 @@ def bonus_row_dropped(patch: pytest.MonkeyPatch) -> None:
             return target
         return Target(torch.cat([target.logits, target.logits[-1:]]))
 
-    original = selfspec.decoding.decode.verify
-    patch.setattr(selfspec.decoding.decode, "verify", wrong)
+    original = decode.verify
+    patch.setattr(decode, "verify", wrong)
 
 
 def rows_judged_one_late(patch: pytest.MonkeyPatch) -> None:
@@ -79,8 +77,8 @@ def rows_judged_one_late(patch: pytest.MonkeyPatch) -> None:
         target = yield from original(state, draft)
         return Target(target.logits.roll(-1, dims=0))
 
-    original = selfspec.decoding.decode.verify
-    patch.setattr(selfspec.decoding.decode, "verify", wrong)
+    original = decode.verify
+    patch.setattr(decode, "verify", wrong)
 
 
 def every_draft_stays(patch: pytest.MonkeyPatch) -> None:
@@ -122,7 +120,7 @@ GREEDY_MUTANTS = [
 
 def residual_is_the_target(patch: pytest.MonkeyPatch) -> None:
     """After a rejection the token is drawn from p instead of norm(max(0, p - q))."""
-    patch.setattr(selfspec.decoding.acceptance, "residual", lambda target_probs, _: target_probs)
+    patch.setattr(acceptance, "residual", lambda target_probs, _: target_probs)
 
 
 def exit_looks_at_the_drawn_token(patch: pytest.MonkeyPatch) -> None:
