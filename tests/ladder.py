@@ -131,6 +131,11 @@ def greedy() -> Sampler:
     return Sampler(LogitsProcessorList())
 
 
+def asked(prompt: Tensor, new_tokens: int = 14) -> SequenceRequest:
+    stop = StopRule(max_length=prompt.shape[1] + new_tokens)
+    return SequenceRequest(ids=prompt, sampler=greedy(), stop=stop)
+
+
 def drafting(width: int) -> Drafting:
     """Drafting of the likeliest tokens, `width` in every round."""
     return Drafting(greedy(), DraftController(width))
@@ -275,9 +280,7 @@ def drafters(
         if (kinds is None or name in kinds) and (trees or "trees" not in name):
             yield name, drafter, {"exit_layers": exits}
     heads_of = cache(lambda kind: HEADS[kind](backbone) if kind else None)
-    request = SequenceRequest(
-        ids=torch.tensor([sequence]), sampler=greedy(), stop=StopRule(max_length=999)
-    )
+    request = asked(torch.tensor([sequence]))
     for name, (kind, spec) in OWN.items():
         options = EAGER.updated({"drafter": spec})
         if name == "exits with pauses":

@@ -19,9 +19,8 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding import measure as measuring
 from selfspec.decoding.acceptance import Draft
 from selfspec.decoding.costs import ASKING_ONE_MORE, DraftCost, Load
-from selfspec.decoding.decode import StopRule
 from selfspec.decoding.drafters.trees import LONGEST_PAUSE, SHORTEST_PAUSE, PausableDrafter, Paying
-from selfspec.decoding.engine import Runtime, SequenceRequest
+from selfspec.decoding.engine import Runtime
 from selfspec.decoding.measure import ROWS, Clock, PassShape, StepSpeed, why_unpinned
 from selfspec.decoding.sampling import DraftToken
 from selfspec.decoding.stats import PARTS, GenerationStats, Stopwatch
@@ -34,7 +33,7 @@ from selfspec.model.weights import TEAM
 from selfspec.options import Costs
 from tests.decoding.test_drafters import Other
 from tests.heads.kinds import make_heads
-from tests.ladder import ask, attending_heads, greedy
+from tests.ladder import ask, asked, attending_heads
 from tests.laws import Text
 from tests.models import make_model, needs_compiler, random_ids, wrapped
 from tests.recorded import RecordedCapture
@@ -140,8 +139,7 @@ def test_expensive_drafts_begin_with_a_pause_until_they_pay(share: float, texts:
 
 def test_no_match_is_searched_when_a_large_batch_makes_drafts_expensive() -> None:
     options, load = SpeculationOptions().updated({"drafter": "ngram", "costs": "row=0.3"}), Load()
-    call = SequenceRequest(ids=torch.tensor([[1]]), sampler=greedy(), stop=StopRule(max_length=99))
-    drafter = Runtime(wrapped("llama"), None, None).drafter(call, options, load)
+    drafter = Runtime(wrapped("llama"), None, None).drafter(asked(random_ids(1)), options, load)
     for load.texts, text in ((1, Text([1, 2] * 9)), (32, None), (1, Text([1, 2] * 9))):
         draft = ask(drafter, text, 9)  # a text that is not searched is not read
         assert bool(draft.proposed) == (text is not None)

@@ -38,7 +38,7 @@ from selfspec.decoding.drafters.heads import (
     pack,
 )
 from selfspec.decoding.drafters.trees import TreeDrafter
-from selfspec.decoding.engine import Engine, Runtime, SequenceRequest
+from selfspec.decoding.engine import Engine, Runtime
 from selfspec.decoding.sampling import Sampler
 from selfspec.decoding.state import AskAhead, DecodeState, NoDrafter, Run, run_alone
 from selfspec.decoding.stats import Round, Stopwatch
@@ -54,7 +54,7 @@ from selfspec.options import MEDUSA_FITTED
 from tests import ladder
 from tests.heads.eagle3.make import HEADS, HERE, LENGTH, SHOWN, STEPS, target, text
 from tests.heads.kinds import make_heads, train
-from tests.ladder import rounds
+from tests.ladder import asked, rounds
 from tests.models import EXECUTORS, needs_compiler, noted, random_ids, wrapped
 from tests.talks import make_tokenizer
 
@@ -100,11 +100,6 @@ def backbone(request: pytest.FixtureRequest) -> Backbone:
 @pytest.fixture
 def generic() -> Backbone:
     return wrapped("llama")
-
-
-def asked(prompt: Tensor) -> SequenceRequest:
-    stop = StopRule(max_length=prompt.shape[1] + 14)
-    return SequenceRequest(ids=prompt, sampler=ladder.greedy(), stop=stop)
 
 
 def drafts(entries: list[Round]) -> list[tuple[list[int], list[int]]]:
