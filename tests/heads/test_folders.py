@@ -272,9 +272,10 @@ FIRST = LENGTH - make.STEPS - SHOWN
 """The first row whose logits are kept; row r is token r + 1."""
 
 
-def read(folder: Path, family: str = "llama") -> AttendingHeads:
+def read(folder: Path, family: str = "llama", padding: int = 0) -> AttendingHeads:
     model = target(family)
-    unembedding = Unembedding(model.lm_head.weight, model.model.norm, Tensor.float)
+    weight = torch.cat([model.lm_head.weight, torch.zeros(padding, WIDTH)])
+    unembedding = Unembedding(weight, model.model.norm, Tensor.float)
     return AttendingHeads.from_pretrained(folder, beside(unembedding, "", 8), "tiny")
 
 
@@ -312,11 +313,9 @@ def test_logits_equal_the_reference(name: str, *, tree: bool) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "original-qwen3"])
 def test_a_model_s_vocabulary_may_be_padded(name: str) -> None:
-    model = target(HEADS[name][0])
-    padded = torch.cat([model.lm_head.weight, torch.zeros(8, WIDTH)])
-    unembedding = Unembedding(padded, model.model.norm, Tensor.float)
-    heads = AttendingHeads.from_pretrained(HERE / name, beside(unembedding, "", 8), "tiny")
-    reading = heads.attention(model.get_input_embeddings())
+    family = HEADS[name][0]
+    heads = read(HERE / name, family, padding=8)
+    reading = heads.attention(target(family).get_input_embeddings())
     reading.add(torch.randn(2, 3 * WIDTH))
     output: Any = run_alone(reading.read([0, 1, VOCABULARY + 7]))
     wide = heads.head.to_target_logits(heads.head(output))
