@@ -338,13 +338,14 @@ def check_sampling(
     draws: int = 1000,
     length: int = 3,
     heads: str | ExitHeads = "logit-lens",
+    seeded: bool = False,
     **options: Any,
 ) -> None:
     """Rung 6: sampled sequences have exactly the model's distribution, by chi-square.
 
     Exits are taken at low confidence and the distributions are flattened, so that rejections and
-    residuals matter. With the fixed seed a correct sampler always passes; each mutant of
-    test_mutants.py has p < 1e-10 from 1,000 draws on.
+    residuals matter. Draws come from one fixed seed, or each text is `seeded` by its number. A
+    correct sampler always passes; each mutant of test_mutants.py has p < 1e-10 from 1,000 draws on.
     """
     size = model.config.vocab_size
     settings = {name: options.pop(name) for name in OPTION_NAMES if name in options}
@@ -357,7 +358,11 @@ def check_sampling(
     )
     torch.manual_seed(0)
     engine = speculator.engine()
-    running = [engine.add(call.only(), call.speculation) for _ in range(draws)]
+    calls = (
+        replace(call, sampler=call.sampler.seeded(seed, ids.device)) if seeded else call
+        for seed in range(draws)
+    )
+    running = [engine.add(one.only(), one.speculation) for one in calls]
     answers = [Stream(text, call).drain() for text in running]
     stats = [answer.stats for answer in answers]
     assert 0 < sum(one.accepted for one in stats) < sum(one.drafted for one in stats)
