@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -23,9 +22,8 @@ def lengths(controller: DraftController, kept: list[int | tuple[int, int]]) -> l
     return widths
 
 
-def confident(controller: DraftController, confidences: list[float]) -> int:
-    """Tokens drafted in a round whose tokens have these confidences."""
-    room = controller.begin()
+def confident(controller: DraftController, room: int, confidences: list[float]) -> int:
+    """Tokens drafted in a round with room for `room`, whose tokens have these confidences."""
     for count, confidence in enumerate(confidences, start=1):
         if count == room or not controller.go_on(confidence):
             return count
@@ -88,7 +86,7 @@ def test_a_round_continues_while_its_tokens_are_confident_enough(
 ) -> None:
     controller = made(said, length)
     for _ in range(2):  # no state is left from the previous round
-        assert confident(controller, confidences) == drafted
+        assert confident(controller, controller.begin(), confidences) == drafted
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
@@ -100,11 +98,7 @@ def test_no_controller_leaves_its_bounds(name: str) -> None:
     for _ in range(50):
         length = controller.begin()
         assert 2 <= length <= 5  # a pinned pass has 6 rows, one of them the newest token's
-        drafted = next(
-            count
-            for count in itertools.count(1)
-            if count == length or not controller.go_on(float(torch.rand((), generator=generator)))
-        )
+        drafted = confident(controller, length, torch.rand(5, generator=generator).tolist())
         controller.end(drafted, int(torch.randint(drafted + 1, (), generator=generator)))
 
 
