@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -266,13 +266,6 @@ def test_each_change_is_named(change: Callable[[Any], object], found: str) -> No
     assert found in str(watch.change())
 
 
-def places(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Attributes of all modules, and of their shared config."""
-    for path, module in model.named_modules():
-        yield path or "the model", vars(module)
-    yield "config of the model", vars(model.config)
-
-
 def other(value: Any) -> Any:
     """Another value of the same type, or else a plain object."""
     if isinstance(value, bool):
@@ -294,7 +287,8 @@ def test_an_attribute_that_decides_a_logit_is_watched(family: str) -> None:
     watch, ids = ModelWatch(model), random_ids(12)
     expected = model(ids)[0].detach()
     noticed = 0
-    for path, fields in places(model):
+    places = [(path or "the model", vars(module)) for path, module in model.named_modules()]
+    for path, fields in [*places, ("config of the model", vars(model.config))]:
         for name in fields.keys() - HELD:
             value, fields[name] = fields[name], other(fields[name])
             message = watch.change()
