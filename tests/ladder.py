@@ -388,17 +388,10 @@ def chi_square_p(
     counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float], draws: int
 ) -> float:
     """P-value of Pearson's test; outcomes expected fewer than five times are pooled."""
-    pooled = [0.0, 0.0]
-    statistic, cells = 0.0, 0
-    for outcome, prob in expected.items():
-        if prob * draws < 5:
-            pooled[0] += counts[outcome]
-            pooled[1] += prob * draws
-        else:
-            statistic += (counts[outcome] - prob * draws) ** 2 / (prob * draws)
-            cells += 1
-    if pooled[1] >= 5:
-        statistic += (pooled[0] - pooled[1]) ** 2 / pooled[1]
-        cells += 1
-    half = torch.tensor([(cells - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    cells = [(counts[outcome], prob * draws) for outcome, prob in expected.items()]
+    rare = [cell for cell in cells if cell[1] < 5]
+    pooled = sum(count for count, _ in rare), sum(mean for _, mean in rare)
+    cells = [cell for cell in (*cells, pooled) if cell[1] >= 5]
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    half = torch.tensor([len(cells) - 1, statistic], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(*half))
