@@ -111,13 +111,10 @@ def test_classes_with_foreign_code_are_not_accepted(
 
 
 def test_hooks_of_all_modules_count(model: Any) -> None:
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    try:
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
         for executor in (FusedExecutor, CudaGraphExecutor):
             with pytest.raises(ValueError, match="hooks are set for all modules"):
                 executor(parts_of(model), model.lm_head)
-    finally:
-        handle.remove()
 
 
 @needs_compiler

@@ -347,8 +347,7 @@ def test_harmless_changes_are_ignored(speculator: Speculator) -> None:
 def test_every_entry_point_checks(speculator: Speculator) -> None:
     session = speculator.session()
     prompt, model = random_ids(5), speculator.model
-    handle = model.lm_head.register_forward_hook(lambda *_: None)
-    try:
+    with model.lm_head.register_forward_hook(lambda *_: None):
         for run in (
             lambda: speculator.generate(prompt, max_new_tokens=2),
             lambda: speculator.generate_batch(prompt, max_new_tokens=2),
@@ -360,8 +359,6 @@ def test_every_entry_point_checks(speculator: Speculator) -> None:
                 ModelChanged, match=r"lm_head has other hooks\. Wrap the model again"
             ):
                 run()
-    finally:
-        handle.remove()
     speculator.generate(prompt, max_new_tokens=2)
 
 
