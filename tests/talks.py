@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,13 @@ def talk_lines(model: PreTrainedModel) -> str:
     """The conversations of `make_talks` as lines of JSON."""
     talks = [{"input_ids": list(talk.ids), "answer_start": 5} for talk in make_talks(model)]
     return "".join(json.dumps(talk) + "\n" for talk in talks)
+
+
+def dialogue(*texts: Any, rule: str = "") -> list[dict[str, Any]]:
+    """Turns of a user and an assistant, alternately, after the system's `rule` if there is one."""
+    roles = itertools.cycle(("user", "assistant"))
+    turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    return [{"role": "system", "content": rule}, *turns] if rule else turns
 
 
 def save_tiny(folder: Path, family: str = "llama", **sizes: Any) -> Path:

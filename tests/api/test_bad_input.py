@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,9 @@ from selfspec.config import GenerateOptions, SpeculationOptions
 from selfspec.errors import HeadsMismatch, InvalidOption, InvalidPrompt, SelfspecError
 from selfspec.heads.exit_heads import logit_lens
 from selfspec.options import Exit
-from tests.bad_input import IDS, VOCAB, Strange, check, small_model, speaking
+from tests.bad_input import IDS, INF, NAN, VOCAB, Strange, check, small_model, speaking
 from tests.models import addressless, make_model, random_ids, wrapped
+from tests.talks import dialogue
 
 load: Any = facade.load
 wrap: Any = facade.wrap
@@ -39,10 +40,6 @@ def speculator(model: Any) -> Speculator:
 
 
 # --- prompts
-
-
-def user(content: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content}]
 
 
 PROMPTS: dict[str, Any] = {
@@ -72,17 +69,12 @@ PROMPTS: dict[str, Any] = {
     "sparse tensor": torch.tensor([[1, 0, 2]]).to_sparse(),
     "several rows": torch.tensor([IDS, IDS]),
     "message without role": [{"content": "hi"}],
-    "content of a number": user(3),
-    "content of parts": user([{"type": "text", "text": "hi"}]),
-    "content with half a character": user("\ud800"),
+    "content of a number": dialogue(3),
+    "content of parts": dialogue([{"type": "text", "text": "hi"}]),
+    "content with half a character": dialogue("\ud800"),
     "a role the template refuses": [{"role": "robot", "content": "hi"}],
 }
-BATCHES = {
-    "empty list",
-    "several rows",
-    "lists of ids",
-    "arrays",
-}  # the names in PROMPTS that hold several prompts
+BATCHES = {"empty list", "several rows", "lists of ids", "arrays"}  # several prompts, by name
 ADVICE = {
     "lists of ids": "generate_batch",
     "arrays": "generate_batch",
@@ -95,7 +87,7 @@ ADVICE = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_wrong_prompts_are_refused_in_one_line(name: str, speculator: Speculator) -> None:
+def test_wrong_prompts_are_refused_with_advice(name: str, speculator: Speculator) -> None:
     calls: list[Any] = [speculator.generate, speculator.session().generate]
     for call in calls if name in BATCHES else [*calls, speculator.generate_batch]:
         with pytest.raises((InvalidPrompt, InvalidOption)) as caught:
@@ -128,21 +120,15 @@ def test_ids_of_any_integer_type_are_read(prompt: Any, speculator: Speculator) -
 
 def test_a_tool_call_message_needs_no_content(speculator: Speculator) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    messages: Any = [*user("hi"), call, *user("and?")]
+    messages: Any = [*dialogue("hi"), call, *dialogue("and?")]
     assert speculator.generate(messages, max_new_tokens=2).token_ids
 
 
 # --- options of generate
 
-NAN, INF = math.nan, math.inf
-
 
 def options(name: str, *values: Any, **others: Any) -> list[dict[str, Any]]:
     return [{name: value} | others for value in values]
-
-
-def too_many(_one: Any, _two: Any, _three: Any) -> None:
-    """A logits processor with one parameter too many."""
 
 
 KEYWORDS = errors.annotations_of(GenerateOptions)
@@ -150,7 +136,7 @@ STRANGE = ["x", b"x", 0.5, NAN, INF, True, [5], ["a"], [None], [[1.5]], {}, obje
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
-def test_a_keyword_takes_its_type_or_refuses_in_one_line(name: str, speculator: Speculator) -> None:
+def test_a_keyword_takes_its_type_or_gives_advice(name: str, speculator: Speculator) -> None:
     for value in STRANGE:
         try:
             generate(speculator, {"max_new_tokens": 2, "do_sample": True} | {name: value})
@@ -176,7 +162,10 @@ UNMEANT: dict[str, tuple[Any, ...]] = {
     "eos_token_id": (VOCAB + 3,),
     "exponential_decay_length_penalty": ((1, 2.0),),
     "stop_strings": ([""], ""),
-    **dict.fromkeys(("stopping_criteria", "logits_processor"), ([too_many], [InvalidOption])),
+    **dict.fromkeys(
+        ("stopping_criteria", "logits_processor"),
+        ([lambda _one, _two, _too_many: None], [InvalidOption]),
+    ),
     "prefix_allowed_tokens_fn": (
         *(lambda _row, _ids, tokens=tokens: tokens for tokens in ([], [VOCAB], ["a"])),
     ),
@@ -257,10 +246,6 @@ def with_config(speculator: Speculator, values: dict[str, Any]) -> None:
     speculator.generate(torch.tensor([IDS]), generation_config=config)
 
 
-def wrap_again(speculator: Speculator, values: dict[str, Any]) -> None:
-    wrap(speculator.model, **{"heads": "logit-lens", "drafter": "exit:layers=2/5"} | values)
-
-
 def many(speculator: Speculator, values: dict[str, Any]) -> None:
     """Call `generate_each`, which must refuse before its first answer."""
     keywords: dict[str, Any] = {"prompts": [IDS], "max_new_tokens": 2} | values
@@ -271,7 +256,7 @@ REFUSED = {
     generate: OPTIONS,
     with_config: CONFIGS,
     lambda speculator, values: speculator.hf(**values): LOOPS,
-    wrap_again: WRAPS,
+    lambda speculator, values: wrap(speculator.model, **{"heads": "logit-lens"} | values): WRAPS,
     many: MANY,
     lambda _, values: SpeculationOptions().updated(values): NAMELESS,
 }
@@ -282,7 +267,7 @@ REFUSED = {
     [(call, values) for call, table in REFUSED.items() for values in table],
     ids=addressless,
 )
-def test_senseless_values_are_refused_in_one_line(
+def test_senseless_values_are_refused_with_advice(
     call: Callable[[Speculator, dict[str, Any]], None],
     values: dict[str, Any],
     speculator: Speculator,
@@ -347,29 +332,50 @@ class Holder(torch.nn.Module):
         self.config, self.generate = self.inner.config, self.inner.generate
 
 
-class Processor:
-    """A processor that holds a tokenizer but is none."""
-
-    tokenizer = None
-
-
-FORM: Any = {"json_schema": True, "eos_token_id": 5}
-STOP: Any = {"stop_strings": "a"}
+PROCESSOR = SimpleNamespace(tokenizer=None)  # holds a tokenizer, but is none
 FLAT: Any = {"logits_processor": [lambda _, scores: scores[0]]}
 
-CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
-    (lambda _: wrap(None), InvalidOption, "model is of type NoneType.*selfspec.load"),
-    (lambda _: wrap("gpt2"), InvalidOption, "model is of type str.*expected a causal"),
-    (lambda _: wrap(LlamaForCausalLM), InvalidOption, "model is a class, LlamaForCausalLM"),
-    (lambda _: wrap(bert()), InvalidOption, "model is of type BertForMaskedLM"),
-    (lambda _: wrap(Holder()), InvalidOption, "model is of type Holder.*expected a causal"),
+Call = Callable[[Any], Any]
+WRONG: list[tuple[Call, str]] = [
+    (lambda _: wrap(None), "model is of type NoneType.*selfspec.load"),
+    (lambda _: wrap("gpt2"), "model is of type str.*expected a causal"),
+    (lambda _: wrap(LlamaForCausalLM), "model is a class, LlamaForCausalLM"),
+    (lambda _: wrap(bert()), "model is of type BertForMaskedLM"),
+    (lambda _: wrap(Holder()), "model is of type Holder.*expected a causal"),
     *(
-        (lambda _, part=part: wrap(meta_model(part)), InvalidOption, "on the meta.*from_pretrained")
+        (lambda _, part=part: wrap(meta_model(part)), "on the meta.*from_pretrained")
         for part in ("", "model.embed_tokens", "model.layers.2.mlp", "model.norm", "lm_head")
     ),
-    (lambda model: wrap(model, "gpt2"), InvalidOption, "tokenizer is of type str.*AutoTokenizer"),
-    (lambda model: wrap(model, Processor()), InvalidOption, "tokenizer is of type Processor"),
-    (lambda model: wrap(model, heads=3), InvalidOption, "heads are of type int.*selfspec heads"),
+    (lambda model: wrap(model, "gpt2"), "tokenizer is of type str.*AutoTokenizer"),
+    (lambda model: wrap(model, PROCESSOR), "tokenizer is of type SimpleNamespace"),
+    (lambda model: wrap(model, heads=3), "heads are of type int.*selfspec heads"),
+    (lambda model: asked(model, attention_mask=[[1]]), "attention_mask is of type list, exp"),
+    (lambda model: wrap(model, draft_model="x"), "draft_model is of type str"),
+    (lambda model: wrap(model, colour=3), "unknown option 'colour'"),
+    (lambda model: wrap(model, head="logit-lens"), "Did you mean heads"),
+    (lambda model: asked(model, stop=5), "Did you mean stop_strings"),
+    (lambda model: wrap(model).generate(IDS, acceptance="lenient"), "do_sample"),
+    (lambda model: asked(model, max_tokens=5), "Did you mean max_new_tokens"),
+    (lambda model: speaking(model).hf(streamer=None), r"for model\.generate itself"),
+    (lambda model: speaking(model).hf(stop_strings="a"), r"hf\(strings=\.\.\.\)"),
+    (lambda model: speaking(model)("hi"), r"custom_generate=speculator\.hf"),
+    (lambda model: wrap(model, chat_template="chatml"), "template needs a token"),
+    (lambda model: wrap(model).generate(IDS, json_schema=True, eos_token_id=5), "grammar needs a"),
+    (lambda model: wrap(model).generate(IDS, **FLAT), r"gives .\d+., expected scores"),
+    (lambda model: wrap(model).generate(IDS, stop_strings="a"), "strings need a tokenizer"),
+    (lambda model: load(model), r"use selfspec\.wrap\(model\)"),
+    (lambda _: load(3), "model is of type int"),
+    (lambda _: load(""), "model is empty"),
+    (lambda _: load(device=[]), "device is .., expected text"),
+    (lambda _: load(datastore=3), "datastore is 3, expected text"),
+    (lambda _: load(device="xla"), "arguments from the 'XLA' backend$"),
+    (lambda _: load(attn_implementation=3), "attn_implementation is 3"),
+    (lambda _: load(dtype="float8_e4m3fn"), "dtype is 'float8_e4m3fn', expected"),
+    (lambda _: load(dtype="int8"), "dtype is 'int8', expected float32"),
+    (lambda _: load(dtype="cuda"), "dtype is 'cuda', expected float32"),
+]
+CASES: list[tuple[Call, type[SelfspecError], str]] = [
+    *((call, InvalidOption, words) for call, words in WRONG),
     (lambda model: wrap(model, heads="none-such"), errors.HeadsNotFound, "Known: "),
     (
         lambda model: wrap(model, heads=other_heads()),
@@ -384,51 +390,18 @@ CASES: list[tuple[Callable[[Any], Any], type[SelfspecError], str]] = [
         )
         for count in (0, 10**30)
     ),
-    (
-        lambda model: asked(model, attention_mask=[[1]]),
-        InvalidOption,
-        "attention_mask is of type list, exp",
-    ),
-    (lambda model: wrap(model, draft_model="x"), InvalidOption, "draft_model is of type str"),
-    (lambda model: wrap(model, colour=3), InvalidOption, "unknown option 'colour'"),
-    (lambda model: wrap(model, head="logit-lens"), InvalidOption, "Did you mean heads"),
-    (lambda model: asked(model, stop=5), InvalidOption, "Did you mean stop_strings"),
-    (lambda model: wrap(model).generate(IDS, acceptance="lenient"), InvalidOption, "do_sample"),
-    (lambda model: asked(model, max_tokens=5), InvalidOption, "Did you mean max_new_tokens"),
-    (lambda model: speaking(model).hf(streamer=None), InvalidOption, r"for model\.generate itself"),
-    (lambda model: speaking(model).hf(stop_strings="a"), InvalidOption, r"hf\(strings=\.\.\.\)"),
-    (lambda model: speaking(model)("hi"), InvalidOption, r"custom_generate=speculator\.hf"),
-    (lambda model: speaking(model).generate(user("a"), raw=True), InvalidPrompt, "raw is for text"),
+    (lambda model: speaking(model).generate(dialogue("a"), raw=True), InvalidPrompt, "raw is for"),
     (lambda model: wrap(model).generate("hello"), InvalidPrompt, "in words needs a tokenizer"),
-    (lambda model: wrap(model).generate(user("hi")), InvalidPrompt, "needs a tokenizer"),
-    (lambda model: wrap(model, chat_template="chatml"), InvalidOption, "template needs a token"),
-    (lambda model: wrap(model).generate(IDS, **FORM), InvalidOption, "grammar needs a tokenizer"),
-    (
-        lambda model: wrap(model).generate(IDS, **FLAT),
-        InvalidOption,
-        r"gives .\d+., expected scores",
-    ),
-    (lambda model: wrap(model).generate(IDS, **STOP), InvalidOption, "strings need a tokenizer"),
-    (lambda model: load(model), InvalidOption, r"use selfspec\.wrap\(model\)"),
-    (lambda _: load(3), InvalidOption, "model is of type int"),
-    (lambda _: load(""), InvalidOption, "model is empty"),
-    (lambda _: load(device=[]), InvalidOption, "device is .., expected text"),
-    (lambda _: load(datastore=3), InvalidOption, "datastore is 3, expected text"),
-    (lambda _: load(device="xla"), InvalidOption, "arguments from the 'XLA' backend$"),
-    (lambda _: load(attn_implementation=3), InvalidOption, "attn_implementation is 3"),
-    (lambda _: load(dtype="float8_e4m3fn"), InvalidOption, "dtype is 'float8_e4m3fn', expected"),
-    (lambda _: load(dtype="int8"), InvalidOption, "dtype is 'int8', expected float32"),
-    (lambda _: load(dtype="cuda"), InvalidOption, "dtype is 'cuda', expected float32"),
+    (lambda model: wrap(model).generate(dialogue("hi")), InvalidPrompt, "needs a tokenizer"),
 ]
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), CASES, ids=[words for *_, words in CASES])
 def test_errors_name_the_value_and_the_remedy(
-    call: Callable[[Any], Any], kind: type[SelfspecError], words: str, model: Any
+    call: Call, kind: type[SelfspecError], words: str, model: Any
 ) -> None:
-    with pytest.raises(kind, match=words) as caught:
+    with pytest.raises(kind, match=words):
         call(model)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, pickle.dumps])

@@ -7,7 +7,6 @@ import re
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +22,9 @@ from selfspec.heads.exit_heads import ExitHeads
 from selfspec.hub import models as hub
 from tests.api.test_text import byte_level_bpe
 from tests.models import make_model
-from tests.talks import TEMPLATE
+from tests.talks import TEMPLATE, dialogue
 
-ROLES = {"S": "system", "Q": "user", "A": "assistant", "Q2": "user"}
-TALK = [{"role": role, "content": content} for content, role in ROLES.items()]
+TALK = dialogue("Q", "A", "Q2", rule="S")
 WRITTEN = {
     "alpaca": "<s>S\n\n### Instruction:\nQ\n\n### Response:A</s>\n\n### Instruction:\nQ2\n\n"
     "### Response:",
@@ -197,13 +195,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", [*BROKEN, *HOSTILE])
-def test_a_broken_or_hostile_template_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(InvalidOption) as caught:
+def test_a_broken_or_hostile_template_is_refused(text: str) -> None:
+    with pytest.raises(InvalidOption, match=re.escape((BROKEN | HOSTILE)[text])) as caught:
         templates.read(text)
-    message = str(caught.value)
-    assert (BROKEN | HOSTILE)[text] in message
-    assert "\n" not in message
-    assert len(message) < 1000
+    assert len(str(caught.value)) < 1000
 
 
 def test_the_template_of_heads_is_checked_too(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -296,18 +291,6 @@ def test_texts_are_those_of_transformers(
             apply_template(clone, TALKS[talk], **options)
     else:
         assert apply_template(clone, TALKS[talk], **options) == expected
-
-
-def test_a_wrong_name_and_a_missing_or_broken_file_are_named(tmp_path: Path) -> None:
-    (tmp_path / "own.jinja").write_text("{% for %}")
-    for source, reason in (
-        ("vicunna", "Did you mean vicuna"),
-        (tmp_path / "none.jinja", "cannot read"),
-        (tmp_path, "is a folder"),
-        (tmp_path / "own.jinja", r"own\.jinja, line 1 is no chat template"),
-    ):
-        with pytest.raises(InvalidOption, match=reason):
-            templates.read(source)
 
 
 @pytest.mark.parametrize(

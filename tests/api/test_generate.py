@@ -22,7 +22,7 @@ from selfspec.errors import InvalidOption, InvalidPrompt
 from selfspec.hub import models as hub
 from selfspec.model import kv
 from tests.heads.kinds import make_heads
-from tests.models import make_model, needs_compiler, random_ids, wrapped
+from tests.models import make_model, needs_compiler, noted, random_ids, wrapped
 from tests.talks import make_tokenizer
 
 
@@ -64,14 +64,7 @@ def test_many_generations_leak_no_tensors(speculator: Speculator) -> None:
 
 @needs_compiler
 def test_keys_and_values_are_freed_without_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages: list[ref[kv.Page]] = []
-
-    class Noted(kv.Page):
-        def __init__(self, layout: kv.PageLayout) -> None:
-            super().__init__(layout)
-            pages.append(ref(self))
-
-    monkeypatch.setattr(kv, "Page", Noted)
+    pages = noted(monkeypatch, kv.Page, "__init__", lambda page, _: ref(page))
     speculator = wrap(make_model("llama"), make_tokenizer(), executor="fused")
     gc.disable()
     try:
@@ -166,14 +159,9 @@ DRAFTING: dict[str, Any] = {"heads": "logit-lens", "drafter": DRAFTER}
 
 
 @pytest.fixture(scope="module")
-def short() -> Any:
+def limited() -> Speculator:
     """The tiny Llama in float64, made for 64 positions."""
-    return make_model("llama", torch.float64, max_position_embeddings=LIMIT)
-
-
-@pytest.fixture
-def limited(short: Any) -> Speculator:
-    return wrap(short, **DRAFTING)
+    return wrap(make_model("llama", torch.float64, max_position_embeddings=LIMIT), **DRAFTING)
 
 
 def plain(model: Any, ids: Tensor, **options: Any) -> list[int]:
@@ -181,9 +169,9 @@ def plain(model: Any, ids: Tensor, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [LIMIT - 6, LIMIT - 1])
-def test_a_default_length_ends_at_the_limit(limited: Speculator, short: Any, length: int) -> None:
+def test_a_default_length_ends_at_the_limit(limited: Speculator, length: int) -> None:
     ids = random_ids(length)
-    expected = plain(short, ids)  # transformers' own default is cut at the limit too
+    expected = plain(limited.model, ids)  # transformers' own default is cut at the limit too
     answer = limited.generate(ids)
     assert answer.token_ids == expected
     assert len(answer.token_ids) == LIMIT - length
@@ -192,10 +180,10 @@ def test_a_default_length_ends_at_the_limit(limited: Speculator, short: Any, len
 
 @pytest.mark.parametrize("length", [LIMIT, LIMIT + 3])
 def test_without_a_length_a_prompt_at_the_limit_is_refused_as_by_hugging_face(
-    limited: Speculator, short: Any, length: int
+    limited: Speculator, length: int
 ) -> None:
     with pytest.raises(ValueError, match="max_length"):
-        plain(short, random_ids(length))
+        plain(limited.model, random_ids(length))
     with pytest.raises(InvalidPrompt, match=rf"has {length} tokens, .* {LIMIT} .*max_new_tokens"):
         limited.generate(random_ids(length))
 

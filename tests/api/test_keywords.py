@@ -241,9 +241,8 @@ def test_hf_refuses_keywords_that_it_would_ignore(
 ) -> None:
     options = {"max_new_tokens": 3, "custom_generate": speculator.hf(), name: value}
     for ids in (random_ids(LENGTH), *([None] if name == "inputs_embeds" else [])):
-        with pytest.raises(InvalidOption, match=f"^{name}") as caught:
+        with pytest.raises(InvalidOption, match=f"^{name}"):
             exact.generate(ids, **options)
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from tests.gguf_models import write_model
 from tests.heads.kinds import make_heads, train
 from tests.models import make_model, needs_compiler
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 FIRST_COSTS = tuned.first_costs  # stubbed for other tests
 
 OPTIONS: dict[str, Any] = {
@@ -31,11 +33,6 @@ OPTIONS: dict[str, Any] = {
     "drafter": "exit:layers=4,threshold=0.25,anneal_strength=0.5,max_tokens=3",
 }
 DEFAULTS: dict[str, Any] = {"drafter": "exit:layers=2,threshold=0.8"}
-
-
-@pytest.fixture(autouse=True)
-def cache(empty_cache: Path) -> Path:
-    return empty_cache / "tuned"
 
 
 @pytest.fixture
@@ -63,7 +60,7 @@ def test_a_model_without_heads_is_measured_once_too(
 
 
 def test_costs_are_measured_once_and_kept(
-    model: PreTrainedModel, heads: ExitHeads, cache: Path, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, heads: ExitHeads, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuned, "first_costs", FIRST_COSTS)
     measured = [Costs(row=(0.1 + number / 99,) * 15, head=0.1) for number in range(6)]
@@ -71,7 +68,7 @@ def test_costs_are_measured_once_and_kept(
     costs = wrap(model, heads=heads).options.costs
     assert costs.head
     assert len(costs.rows or ()) == 15
-    [file] = (cache.parent / "costs").iterdir()
+    [file] = (empty_cache / "costs").iterdir()
     text = file.read_text()
     assert wrap(model, heads=heads).options.costs == costs
     assert file.read_text() == text
@@ -80,7 +77,7 @@ def test_costs_are_measured_once_and_kept(
         assert wrap(model, heads=heads).options.costs.rows is not None
         assert json.loads(file.read_text())["options"].keys() == {"costs"}
     with monkeypatch.context() as patch:
-        patch.setattr(tuned, "KERNELS", cache)  # other kernels
+        patch.setattr(tuned, "KERNELS", empty_cache)  # other kernels
         assert wrap(model, heads=heads).options.costs.rows is not None
     assert len([*file.parent.iterdir()]) == 2
     speculator = wrap(model, heads=heads, costs="head=0.5")
@@ -115,9 +112,6 @@ def test_a_file_holds_its_conditions_and_its_use_is_logged(
     values = json.loads(kept.read_text())
     assert values["conditions"] == tuned.conditions(backbone, heads)
     assert values["found"] == {"speed_up": 1.2}
-    assert values["conditions"]["dtype"] == "float32"
-    assert values["conditions"]["threads"] == torch.get_num_threads()
-    assert tuned.files() == [*kept.parent.iterdir()] == [kept]  # nothing half-written
     with caplog.at_level(logging.DEBUG, "selfspec.api.tuned"):
         assert tuned.read(backbone, heads) == OPTIONS
     assert said(caplog) == [f"settings tuned for this machine, from {kept}"]

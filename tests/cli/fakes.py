@@ -24,8 +24,6 @@ STATS: Any = SimpleNamespace(
     to_dict=lambda: {"new_tokens": 2},
 )
 
-_GIVER = Giver("exit", 2)
-
 
 @dataclass
 class FakeAnswer:
@@ -42,8 +40,8 @@ class FakeAnswer:
 class FakeStream:
     """A stream of scripted pieces. An exception among the pieces is raised in its place."""
 
+    giver = Giver("exit", 2)
     pieces: list[Any]
-    giver: Giver = _GIVER
     said: str = ""
     closed: bool = False
 
@@ -115,10 +113,6 @@ class FakeSpeculator:
 
     def session(self) -> FakeSpeculator:
         return self
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def link_all(made: Path, folder: Path) -> Path:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -16,20 +17,15 @@ import pytest
 from selfspec.cli.chat import Writer
 from selfspec.decoding.stats import MODEL, Giver
 from selfspec.errors import InvalidPrompt
-from tests.cli.fakes import Call, FakeSpeculator, user
+from tests.cli.fakes import Call, FakeSpeculator
+from tests.talks import dialogue
 
 ROOT = Path(__file__).parents[2]
 
 
-def said(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
-def system(text: str) -> dict[str, str]:
-    return {"role": "system", "content": text}
-
-
 # --- a pipe: every line is a turn
+
+ruled, kindly = (partial(dialogue, rule=rule) for rule in ("s", "be kind"))
 
 
 @pytest.mark.parametrize(
@@ -38,33 +34,25 @@ def system(text: str) -> dict[str, str]:
         (
             "a\n\nb\n/clear\nc\n/quit\nnever\n",
             [["one"], ["two"], ["three"]],
-            [
-                [system("s"), user("a")],
-                [system("s"), user("a"), said("one"), user("b")],
-                [system("s"), user("c")],
-            ],
+            [ruled("a"), ruled("a", "one", "b"), ruled("c")],
         ),
         # an interrupted answer keeps its text so far
         (
             "a\nb\n",
             [["half", KeyboardInterrupt()], ["whole"]],
-            [[system("s"), user("a")], [system("s"), user("a"), said("half"), user("b")]],
+            [ruled("a"), ruled("a", "half", "b")],
         ),
         # a turn without an answer is forgotten
         (
             "a\nb\nc\n",
             [[KeyboardInterrupt()], [InvalidPrompt("too long. /clear")], ["fine"]],
-            [[system("s"), user(text)] for text in ("a", "b", "c")],
+            [ruled("a"), ruled("b"), ruled("c")],
         ),
         # the second retry gets no answer: the former answer stays
         (
             "a\n/retry\n/retry\n/system be kind\nb\n/undo\n/undo\nc\n",
             [["one"], ["two"], [KeyboardInterrupt()], ["three"], ["four"]],
-            [
-                *[[system("s"), user("a")]] * 3,
-                [system("be kind"), user("a"), said("two"), user("b")],
-                [system("be kind"), user("c")],
-            ],
+            [*[ruled("a")] * 3, kindly("a", "two", "b"), kindly("c")],
         ),
     ],
 )
@@ -92,9 +80,9 @@ def test_chats_are_saved_and_loaded(speculator: FakeSpeculator, call: Call, tmp_
     typed = f"a\n/save {kept}\n/save {strange}\n/load {strange}\nb\n/load {kept}\nc\n"
     output, errors = call(["chat"], given=typed.encode())
     assert f"read {kept}: 1 question\n" in output
-    assert json.loads(kept.read_text())["messages"] == [user("a"), said("one")]
-    assert speculator.prompts[1] == [user("a"), said("one"), user("b")]
-    assert speculator.prompts[2] == [user("a"), said("one"), user("c")]
+    assert json.loads(kept.read_text())["messages"] == dialogue("a", "one")
+    assert speculator.prompts[1] == dialogue("a", "one", "b")
+    assert speculator.prompts[2] == dialogue("a", "one", "c")
     assert "was not written by selfspec" in errors
     assert "is no conversation" in errors
 
@@ -127,7 +115,7 @@ def test_a_trace_needs_no_file(
     )
     monkeypatch.setattr("selfspec.visualise.views.show", lambda trace, _: traced.append(trace))
     call(["chat"], given=b"a\n/trace\n")
-    assert [trace.asked for trace in traced] == [[user("a")]]
+    assert [trace.asked for trace in traced] == [dialogue("a")]
 
 
 # --- a terminal

@@ -18,23 +18,22 @@ from selfspec.config import SpeculationOptions
 from selfspec.decoding import engine
 from selfspec.hub import models as hub
 from tests.api.test_text import byte_level_bpe
-from tests.cli.fakes import Call, FakeAnswer, FakeSpeculator, FakeStream, user
+from tests.cli.fakes import Call, FakeAnswer, FakeSpeculator, FakeStream
 from tests.models import make_model
-
-SYSTEM = {"role": "system", "content": "Be brief."}
+from tests.talks import dialogue
 
 
 @pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize(
     ("arguments", "given", "prompt", "err"),
     [
-        (["hi"], "", [user("hi")], ""),
-        (["--stats", "hi"], "", [user("hi")], "2 tokens, 2.0 tokens per pass\n"),
-        (["--stats=full", "hi"], "", [user("hi")], "2 tokens at 2.0 tokens/s; 1 thread\n"),
-        (["--system", "Be brief.", "hi"], "", [SYSTEM, user("hi")], ""),
-        ([], "grüß\nmich\n", [user("grüß\nmich")], ""),
+        (["hi"], "", dialogue("hi"), ""),
+        (["--stats", "hi"], "", dialogue("hi"), "2 tokens, 2.0 tokens per pass\n"),
+        (["--stats=full", "hi"], "", dialogue("hi"), "2 tokens at 2.0 tokens/s; 1 thread\n"),
+        (["--system", "Be brief.", "hi"], "", dialogue("hi", rule="Be brief."), ""),
+        ([], "grüß\nmich\n", dialogue("grüß\nmich"), ""),
         (["--raw"], "def f():\n", "def f():\n", ""),
-        (["--file", "prompt.txt"], "", [user("from a file")], ""),
+        (["--file", "prompt.txt"], "", dialogue("from a file"), ""),
     ],
 )
 def test_a_prompt_is_answered_on_stdout_and_statistics_go_to_stderr(
@@ -108,7 +107,7 @@ def test_a_cut_answer_is_reported_unless_its_length_was_given(
 
 LINES: list[dict[str, Any]] = [
     {"prompt": "one"},
-    {"messages": [user("two")]},
+    {"messages": dialogue("two")},
     {"prompt": "bad"},
     {"prompt": "four"},
 ]

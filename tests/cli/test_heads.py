@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -95,18 +96,13 @@ def test_show_reads_the_config_only(toy: Path, call: Call) -> None:
 def test_check_says_ok_or_fails_with_the_reason(
     error: Exception | None, code: int, toy: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
-    def load(model: str | None, heads: Path, costs: str) -> FakeSpeculator:
-        assert (model, heads, costs) == ("m", toy, "row=0")
-        if error is not None:
-            raise error
-        return FakeSpeculator()
-
-    monkeypatch.setattr(facade, "load", load)
+    monkeypatch.setattr(facade, "load", load := Mock(side_effect=[error or FakeSpeculator()]))
     monkeypatch.setattr("selfspec.cli.heads.folder_problems", lambda _: ["cut off"] * (code == 1))
     reasons = dict.fromkeys(["cut off", str(error)])  # each said once
     lines = ["OK: toy fit fake\n", "".join(f"failed: {reason}\n" for reason in reasons), ""][code]
     output = call(["heads", "check", "toy", "--model", "m"], code)
     assert tuple(output) == (lines, f"selfspec: error: {error}\n" * (code == 2))
+    load.assert_called_once_with("m", heads=toy, costs="row=0")
 
 
 @pytest.mark.parametrize(

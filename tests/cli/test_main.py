@@ -25,8 +25,9 @@ from selfspec.config import SpeculationOptions
 from selfspec.errors import ModelNotFound
 from selfspec.model import backbone
 from selfspec.options import ACCEPTANCE, CONTROLLERS, DRAFTERS, Costs, Easd, Exit, GammaTune
-from tests.bad_input import furnish, snapshot
+from tests.bad_input import snapshot
 from tests.cli.fakes import Call, FakeSpeculator
+from tests.talks import save_tiny
 
 ROOT = Path(__file__).parents[2]
 SELFSPEC = [sys.executable, "-m", "selfspec"]
@@ -135,7 +136,7 @@ def test_shell_completion_and_exit_handlers_work(tmp_path: Path) -> None:
     ],
 )
 def test_closed_or_full_streams(words: str, code: int, said: str, tmp_path: Path) -> None:
-    furnish(tmp_path)
+    save_tiny(tmp_path / "model")
     result = shell(words, tmp_path)
     assert result.returncode == code, result.stderr
     assert said in result.stderr
@@ -166,7 +167,7 @@ def test_a_closed_pipe_ends_the_program_silently(words: str) -> None:
 @pytest.mark.parametrize("delay_s", [0.15, 0.7, 3.0])
 def test_ctrl_c_at_any_time_exits_with_130(delay_s: float, tmp_path: Path) -> None:
     """Interrupt imports, the loading of a model, or the wait for a prompt."""
-    furnish(tmp_path)
+    save_tiny(tmp_path / "model")
     before = snapshot(tmp_path)
     prefix = ["env", "--default-signal=INT"]  # a background process starts with SIGINT ignored
     command = [*prefix, *SELFSPEC, "chat", "--model", "model", "--dtype", "float32"]

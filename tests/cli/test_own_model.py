@@ -36,7 +36,7 @@ from selfspec.options import Costs
 from tests.authors import RECIPE
 from tests.cli.fakes import Call
 from tests.models import make_model, noted
-from tests.talks import TEMPLATE, WORDS, make_tokenizer, save_tiny
+from tests.talks import TEMPLATE, WORDS, dialogue, make_tokenizer, save_tiny
 
 MODEL = ["--model", "tiny-vicuna", "--dtype", "float32"]
 FIT = ["fit", *MODEL, "--epochs", "1", "--draft-vocab-size", "10"]
@@ -90,9 +90,8 @@ def test_a_feature_cache_keeps_the_template(workplace: Path, tmp_path: Path, cal
     output = call([*FIT, "--cache", features, "--output", heads]).err
     assert HeadsConfig.read(Path(heads)).chat_template == TEMPLATE
     assert f"--seed 1 --model tiny-vicuna --dtype float32 --chat-template '{TEMPLATE}'" in output
-    talk = [{"role": role, "content": "a b c a"} for role in ("user", "assistant")]
     other = tmp_path / "other.jsonl"
-    other.write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(4)))
+    other.write_text((json.dumps({"messages": dialogue("a b c a", "a b c a")}) + "\n") * 4)
     calibrate = ["calibrate", *MODEL, "--heads", heads, "--data", str(other), "--dry-run"]
     call(calibrate)
     output = call([*calibrate, "--chat-template", "vicuna"]).err

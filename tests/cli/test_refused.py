@@ -26,9 +26,11 @@ from selfspec.cli.main import main
 from selfspec.hub import models as hub
 from selfspec.serve.options import VARIABLE
 from tests.api.test_bad_input import bert
-from tests.bad_input import Change, config, furnish, patience, snapshot, tensors
+from tests.bad_input import Change, config, patience, snapshot, tensors
 from tests.cli.fakes import Call
 from tests.gguf_models import header, tensor, text, tiny, value
+from tests.talks import dialogue
+from tests.traces import long_trace
 
 SHORT = {
     "M": "--model model --dtype float32",
@@ -45,11 +47,19 @@ SHORT = {
 def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
     """A folder with conversations, heads, a feature cache, and damaged or foreign look-alikes."""
     folder = tmp_path_factory.mktemp("place")
-    furnish(folder)
-    shutil.copytree(made / "heads", folder / "heads")
+    for name in ("model", "heads"):
+        shutil.copytree(made / name, folder / name)
+    long_trace(["t0 ", "t1 ", "t2 "]).save(folder / "trace.jsonl")
+    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    (folder / "text.txt").write_text("a stranger's words\n")
+    (folder / "garbage").write_bytes(bytes(range(256)) * 9)
+    (folder / "empty").touch()
+    (folder / "dir").mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "link").symlink_to("text.txt")
+    (folder / "dangling").symlink_to("nobody")
     shutil.copy(made / "talks.jsonl", folder)
-    row = {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
-    (folder / "bad.jsonl").write_text(json.dumps(row) + '\n{"messages": [\n')
+    (folder / "bad.jsonl").write_text(json.dumps({"messages": dialogue("a", "a")}) + "\n[\n")
     (folder / "read.jsonl").write_text('{"input_ids": [1, 2], "answers": []}\n')
     (folder / "half").mkdir()
     (folder / "half" / "manifest.json").write_text('{"format_version": 3}')
@@ -64,7 +74,6 @@ def furnished(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
         (folder / name).symlink_to(name.partition(".")[0])
     untaught = shutil.copytree(folder / "model", folder / "untaught")
     (untaught / "chat_template.jinja").unlink()
-    (folder / "stranger").write_text("somebody else's")
     (folder / "device").symlink_to("/dev/full")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -141,6 +150,8 @@ generate a --frobnicate                          | For all of them: selfspec gen
 heads show                                       | Missing argument 'DIR'
 heads list -q -v                                 | --quiet and --verbose at once
 chat --chat-template none.jinja                  | cannot read none.jinja
+chat --chat-template vicunna                     | Did you mean vicuna?
+chat --chat-template text.txt                    | text.txt is no chat template: it does not show
 env --model nowhere                              | nowhere
 report dir                                       | Missing option '--output'
 report dir --output new                          | holds no finished run
@@ -228,6 +239,14 @@ generate a L --device meta                       | device is meta, where nothing
 """Errors that need the model. For values out of range, see tests/api/test_bad_input.py."""
 
 
+MISSING = """
+data D --tokens 9 --endpoint U        | --endpoint needs httpx: pip install 'selfspec[train]'
+bench P                               | bench needs pandas: pip install 'selfspec[eval]'
+trace --from trace.jsonl --card a.png | --card needs matplotlib: pip install 'selfspec[eval]'
+serve --port 0 --replicas 2           | more than one copy needs ray: pip install 'selfspec[ray]'
+"""
+
+
 def cases(lines: str) -> list[tuple[str, str]]:
     rows = [line.rpartition("|") for line in lines.strip().splitlines()]
     return [(line.rstrip(), words.strip()) for line, _, words in rows]
@@ -251,10 +270,10 @@ def test_arguments_against_the_model_are_refused(line: str, words: str, refused:
 def test_a_missing_package_is_named_with_its_extra(
     refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfspec.errors.find_spec", lambda name: None)
-    refused(
-        "data D --tokens 9 --endpoint U", "--endpoint needs httpx: pip install 'selfspec[train]'"
-    )
+    for name in ("httpx", "pandas", "matplotlib", "ray"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for line, words in cases(MISSING):
+        refused(line, words)
 
 
 def test_missing_or_non_utf_8_prompts(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +354,7 @@ def test_missing_or_unsuitable_inputs_are_refused(reader: str, name: str, refuse
 
 
 WRITERS = """
-trace --model missing a --output stranger
+trace --model missing a --output text.txt
 trace --model missing a --html link.html
 trace --model missing a --card dangling.png
 trace --from trace.jsonl --html pipe.html

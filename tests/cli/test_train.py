@@ -314,21 +314,18 @@ def test_medusa_heads_are_fitted_and_draft_uncalibrated(workplace: Path, call: C
 # --- datastore
 
 
-def test_a_datastore_drafts_and_belongs_to_its_vocabulary(workplace: Path, call: Call) -> None:
+def test_a_datastore_drafts(workplace: Path, call: Call) -> None:
     (workplace / "texts" / "in").mkdir(parents=True)
     (workplace / "texts" / "in" / "a.md").write_text("a b c " * 9)
     command = ["datastore", "--model", "model", "--output", "it.safetensors"]
     command += ["--data", "talks.jsonl"]
     assert call([*command, "--texts", "texts"]).out == "it.safetensors: 13 texts, 297 tokens\n"
     assert "is there already. Give --overwrite" in call(command, 2).err
-    flags = ["--datastore", "it.safetensors", "--drafter", "rest"]
     talks = [json.loads(line)["input_ids"] for line in Path("talks.jsonl").read_text().splitlines()]
     speculator = load(
         "model", dtype="float32", datastore="it.safetensors", drafter="rest", costs="row=0"
     )
     assert speculator.generate(talks[0][:7], max_new_tokens=5).stats.accepted_by_source["rest"] > 0
-    error = call(["generate", "a", "--model", "words", *flags], 2).err
-    assert "is of another vocabulary than the model's" in error
 
 
 # --- calibrate

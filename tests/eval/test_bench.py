@@ -279,14 +279,8 @@ def test_continuous_batching_gets_only_the_memory_that_its_texts_need(
     bare: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By default transformers allocates and clears nearly all free memory for each batch."""
-    model: Any = bare.model
-    blocks, original = [], model.generate_batch
-
-    def counted(group: Any, config: Any, room: Any, **options: Any) -> Any:
-        blocks.append(room.num_blocks)
-        return original(group, config, room, **options)
-
-    monkeypatch.setitem(vars(model), "generate_batch", counted)
+    kind = type(bare.model)
+    blocks = noted(monkeypatch, kind, "generate_batch", lambda *args, **_: args[3].num_blocks)
     prompts = [random_ids(length) for length in (3, 170, 100)]
     _, answers = continuous(bare, prompts, LONG, 2)
     assert (answers, blocks) == (padded_batch(bare, prompts, LONG, 2)[1], [2, 1])

@@ -157,15 +157,6 @@ OTHER = replace(
     SAME, text="the cat sat on the rug", first_divergence=5, edit_distance=1, log_likelihood=-9.0
 )
 TEXT = replace(OTHER, reference=WORDS)
-LOSSY = METHODS | {"fast": METHODS["fast"] | {"lossy": True}}
-
-
-@pytest.fixture
-def judged() -> dict[str, Any]:
-    """A summary in which one answer of two was judged."""
-    fast = replace(FAST, quality=TEXT)
-    pair = [answer("q1", runs={"plain": PLAIN, "fast": fast}), answer("q2", "chat")]
-    return summarise(pair, LOSSY)
 
 
 def rows_of(table: Table) -> list[list[str]]:
@@ -173,7 +164,11 @@ def rows_of(table: Table) -> list[list[str]]:
     return rows
 
 
-def test_quality_is_summed_up_by_task_and_lossy_methods_are_marked(judged: dict[str, Any]) -> None:
+def test_quality_is_summed_up_by_task_and_lossy_methods_are_marked() -> None:
+    """Of two answers one was judged."""
+    fast = replace(FAST, quality=TEXT)
+    pair = [answer("q1", runs={"plain": PLAIN, "fast": fast}), answer("q2", "chat")]
+    judged = summarise(pair, METHODS | {"fast": METHODS["fast"] | {"lossy": True}})
     assert list(judged["quality"]) == ["fast"]
     assert list(judged["quality"]["fast"]) == ["math", "overall"]
     assert judged["quality"]["fast"]["overall"] == quality_summary([TEXT])

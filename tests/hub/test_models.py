@@ -116,9 +116,8 @@ def test_a_file_or_a_folder_that_cannot_be_loaded_is_named_with_the_reason(
     gguf: Path, empty_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="selfspec.hub")
-    with pytest.raises(ModelNotFound, match=r"cannot read .*toy\.Q4_1\.gguf as GGUF: .") as caught:
+    with pytest.raises(ModelNotFound, match=r"cannot read .*toy\.Q4_1\.gguf as GGUF: ."):
         hub.resolve_model(gguf)
-    assert "\n" not in str(caught.value)
     assert (
         f"de-quantising toy.Q4_1.gguf to float32, once, into {empty_cache / 'models'}."
         in caplog.text
@@ -266,16 +265,15 @@ def test_loading_shows_no_progress_bars_and_keeps_the_setting(
         ("config.json", r"has no config\.json\. It holds an adapter: save .*merge_and_unload"),
     ],
 )
-def test_a_missing_file_of_a_model_folder_is_named_on_one_line(
+def test_a_missing_file_of_a_model_folder_is_named(
     folder: Path, tmp_path: Path, gone: str, message: str
 ) -> None:
     broken = Path(shutil.copytree(folder, tmp_path / "broken"))
     for file in broken.glob(gone):
         file.unlink()
     (broken / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelNotFound, match=f"broken {message}") as caught:
+    with pytest.raises(ModelNotFound, match=f"broken {message}"):
         hub.load_model(broken)
-    assert "\n" not in str(caught.value)
     torch.save({}, broken / "pytorch_model.bin")
     with pytest.raises(ModelNotFound, match="pickles: convert" if "model" in gone else message):
         hub.load_model(broken)
@@ -344,7 +342,7 @@ def test_heads_that_are_not_found_list_the_known_names(
 
 
 def test_heads_on_the_hub_come_without_pickles(
-    bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     download = Mock(return_value=str(bundled / "checkpoints" / "a-heads"))
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)

@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from tokenizers import decoders
 from torch import Tensor
@@ -393,12 +394,10 @@ def write_folder(
 def pack_words(values: Tensor, bits: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """Pack values of `bits` bits: [n, count] -> int32 [n, count * bits / 32]."""
     per_word = 32 // bits
-    source = values.numpy().astype(np.uint64)
-    padding = -source.shape[1] % per_word
-    source = np.pad(source, ((0, 0), (0, padding)))
-    words = np.zeros((source.shape[0], source.shape[1] // per_word), np.uint64)
-    for place in range(per_word):
-        words |= source[:, order[place] :: per_word] << np.uint64(bits * place)
+    padding = -values.shape[1] % per_word
+    source = np.pad(values.numpy().astype(np.uint64), ((0, 0), (0, padding)))
+    fields = source.reshape(len(source), -1, per_word)[..., list(order[:per_word])]
+    words = (fields << np.arange(0, 32, bits, dtype=np.uint64)).sum(-1)
     return torch.from_numpy(words.astype(np.uint32).view(np.int32))
 
 
@@ -549,16 +548,10 @@ def test_buffers_that_a_model_saves_are_read() -> None:
 
 
 def test_several_files_are_one_model(tmp_path: Path) -> None:
-    expected = write_folder(tmp_path, "gptq")
-    tensors = load_file(tmp_path / "model.safetensors")
-    names = sorted(tensors)
-    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, part in parts.items():
-        save_file({name: tensors[name] for name in part}, tmp_path / file, {"format": "pt"})
-    weight_map = {name: file for file, part in parts.items() for name in part}
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    (tmp_path / "model.safetensors").unlink()
+    expected, path = write_folder(tmp_path, "gptq"), tmp_path / "model.safetensors"
+    save_torch_state_dict(load_file(path), tmp_path, max_shard_size="20KB")
+    assert not path.exists()
+    assert len([*tmp_path.glob("model-*")]) > 1
     for name, weight in loaded(tmp_path, "float32").items():
         assert torch.equal(weight, expected[name].float()), name
 
@@ -576,36 +569,32 @@ def written(folder: Path, method: str, **said: Any) -> Path:
     return folder
 
 
-def write_bytes(path: Path, name: str, place: int, value: bytes) -> None:
-    first = read_header(path).tensors[name].offset
-    with path.open("r+b") as file:
-        file.seek(first + place)
-        file.write(value)
+def put(name: str, place: int, value: bytes) -> Change:
+    """A change of some bytes of a tensor of a GGUF file."""
+
+    def damage(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.seek(read_header(path).tensors[name].offset + place)
+            file.write(value)
+
+    return damage
+
+
+def renamed(old: bytes, new: bytes) -> Change:
+    return lambda path: path.write_bytes(path.read_bytes().replace(old, new))
+
+
+FFN, NORM = "blk.1.ffn_up.weight", "blk.0.attn_norm.weight"
+KEYS = "model.layers.1.self_attn.k_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("kind", "damage", "said"),
     [
-        (
-            "GGUF",
-            lambda path: write_bytes(path, "blk.1.ffn_up.weight", 20 * 7, b"\0\x7c"),
-            "blk.1.ffn_up.weight has a scale that is not finite",
-        ),
-        (
-            "GGUF",
-            lambda path: write_bytes(path, "blk.0.attn_norm.weight", 0, b"\0\0\xc0\x7f"),
-            "blk.0.attn_norm.weight holds numbers that are not finite",
-        ),
-        (
-            "GGUF",
-            lambda it: it.write_bytes(it.read_bytes().replace(b"blk.1.attn_k.", b"blk.1.attn_x.")),
-            "lacks 1 weights, model.layers.1.self_attn.k_proj.weight among them",
-        ),
-        (
-            "GGUF",
-            lambda it: it.write_bytes(it.read_bytes().replace(b"attn_k.weight", b"attn_xxx.bias")),
-            "transformers drops its blk.0.attn_xxx.bias. Give",
-        ),
+        ("GGUF", put(FFN, 20 * 7, b"\0\x7c"), f"{FFN} has a scale that is not finite"),
+        ("GGUF", put(NORM, 0, b"\0\0\xc0\x7f"), f"{NORM} holds numbers that are not finite"),
+        ("GGUF", renamed(b"blk.1.attn_k.", b"blk.1.attn_x."), f"lacks 1 weights, {KEYS} among"),
+        ("GGUF", renamed(b"attn_k.weight", b"attn_xxx.bias"), "drops its blk.0.attn_xxx.bias."),
         ("gptq", change("qweight", lambda t: t[:-1]), "qweight is .7, 128., expected .8, 128."),
         ("gptq", change("qweight", lambda t: t.float()), "holds torch.float32"),
         ("gptq", change("qzeros", lambda t: t[:1]), "qzeros is .1, 16., expected .2, 16."),
@@ -618,15 +607,14 @@ def write_bytes(path: Path, name: str, place: int, value: bytes) -> None:
         ("int-quantized", change("weight", lambda t: t.float()), "holds torch.float32"),
     ],
 )
-def test_damage_is_refused_in_one_line(
+def test_damage_is_named(
     tmp_path: Path, kind: str, damage: Callable[[Path], object], said: str
 ) -> None:
     path = written(tmp_path, kind)
     damage(path)
     for blocks in (True, *([False] if "lacks" in said or "drops" in said else [])):
-        with pytest.raises(ModelNotFound, match=said) as caught:
+        with pytest.raises(ModelNotFound, match=said):
             hub.load_model(path, dtype="float32", device="cpu", blocks=blocks)
-        assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -105,8 +106,8 @@ def test_peaks_of_memory_are_read_from_the_kernel(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "in_new_process", lambda work, *inputs: work(*inputs))
-    memory.load(tmp_path, model=tiny_model, dtypes="float32", executors="generic")
-    (figures,) = json.loads((tmp_path / "summary.json").read_text())["cases"]
+    options = {"model": tiny_model, "dtypes": "float32", "executors": "generic"}
+    (figures,) = run(memory.load, tmp_path, **options)["cases"]
     assert figures["executor"] == "generic"
     assert 0.0 < figures["model_mb"] < 1.0
     assert figures["loading_mb"] <= figures["generating_mb"]
@@ -142,30 +143,27 @@ def test_a_family_whose_text_differs_is_wrong_and_not_exact(
 # --- versions
 
 
-class Fake:
+def fake(seconds: float, odd: str = "", part: str = "") -> Mock:
     """A version that answers in `seconds`; for the prompt `odd`, its `part` differs."""
 
-    def __init__(self, seconds: float, odd: str = "", part: str = "") -> None:
-        self.seconds, self.odd, self.part = seconds, odd, part
-        self.asked: list[Mapping[str, Any]] = []
-
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        self.asked.append(request)
-        difference = {self.part: [3, 4]} if request["prompt"] == self.odd else {}
+    def answered(request: dict[str, Any]) -> dict[str, Any]:
+        difference = {part: [3, 4]} if request["prompt"] == odd else {}
         counts = {"rounds": len(request["prompt"])}
-        answer = {"ids": [1, 2], "logits": "ab", "counts": counts, "seconds": self.seconds}
-        return answer | difference
+        return {"ids": [1, 2], "logits": "ab", "counts": counts, "seconds": seconds} | difference
+
+    return Mock(side_effect=answered)
 
 
 def test_both_versions_answer_every_prompt_with_and_without_drafts() -> None:
-    versions = [Fake(2.0), Fake(1.0)]
-    frame = two_versions.answers([version.ask for version in versions], ["a", "bc"], 7)
+    versions = [fake(2.0), fake(1.0)]
+    frame = two_versions.answers(versions, ["a", "bc"], 7)
     assert list(zip(frame.prompt, frame.way, strict=True)) == [
         *(("a", "plain"), ("a", "default"), ("bc", "plain"), ("bc", "default"))
     ]
     for version in versions:
-        assert [request.get("speculate") for request in version.asked] == [False, None] * 2
-        assert all(request["max_new_tokens"] == 7 for request in version.asked)
+        asked = [call.args[0] for call in version.call_args_list]
+        assert [request.get("speculate") for request in asked] == [False, None] * 2
+        assert all(request["max_new_tokens"] == 7 for request in asked)
     assert set(frame.differ) == {""}
     assert two_versions.differences(frame).empty
     for row in two_versions.speeds(frame).itertuples(index=False):
@@ -174,7 +172,7 @@ def test_both_versions_answer_every_prompt_with_and_without_drafts() -> None:
 
 @pytest.mark.parametrize("part", ["ids", "logits", "counts"])
 def test_differing_parts_are_named(part: str) -> None:
-    frame = two_versions.answers([Fake(1.0).ask, Fake(1.0, "bc", part).ask], ["a", "bc"], 7)
+    frame = two_versions.answers([fake(1.0), fake(1.0, "bc", part)], ["a", "bc"], 7)
     assert list(frame.differ) == ["", "", part, part]
     unlike = [("plain", part, "bc"), ("default", part, "bc")]
     assert [*two_versions.differences(frame).itertuples(index=False, name=None)] == unlike
@@ -495,12 +493,8 @@ def test_the_search_skips_more_layers_and_records_speed_and_cost(
     tiny = wrap(make_model("llama", torch.float64, vocab_size=10), make_tokenizer())
     monkeypatch.setattr(lab, "load", lambda **_: tiny)
 
-    def run(**options: Any) -> dict[str, Any]:
-        self_sd.main(tmp_path, suite=prompts, new_tokens=12, limit=2, **options)
-        summary: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
-        return summary
-
-    summary = run(ratio=0.5)
+    search = partial(run, self_sd.main, tmp_path, suite=prompts, new_tokens=12, limit=2)
+    summary = search(ratio=0.5)
     sizes = [size["skipped"] for size in summary["sizes"]]
     assert [len(layers) for layers in sizes] == [1, 2, 3]
     assert all(set(fewer) < set(more) <= {2, 3, 4, 5, 6} for fewer, more in pairwise(sizes))
@@ -508,7 +502,7 @@ def test_the_search_skips_more_layers_and_records_speed_and_cost(
     costs = [size["cost"] for size in summary["sizes"]]
     assert 1.0 > costs[0] > costs[1] > costs[2] > 0.5
     monkeypatch.setattr(self_sd, "RULE", Skip(threshold=0.0, max_tokens=1))
-    assert run(ratio=0.2)["sizes"][0]["speed"] != summary["sizes"][0]["speed"]
+    assert search(ratio=0.2)["sizes"][0]["speed"] != summary["sizes"][0]["speed"]
 
 
 # --- SpecBound: early models, heads that are wrong on demand, what a round should cost

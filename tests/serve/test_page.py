@@ -62,11 +62,10 @@ def by_source(pieces: list[tuple[str, str]]) -> dict[str, str]:
     return {source: text for source, text in texts.items() if text}
 
 
-def explained(server: Running, speculation: Any, tokens: int = 24) -> dict[str, Any]:
+def explained(server: Running) -> dict[str, Any]:
     """The choice that the API gives for the same request, with explanations and usage."""
     body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
-    options = {"max_tokens": tokens, "speculation": {"explain": True, **speculation}}
-    answer = server.post({**body, **options}).json()
+    answer = server.post({**body, "max_tokens": 24, "speculation": {"explain": True}}).json()
     return {**answer["choices"][0], "usage": answer["usage"]}
 
 
@@ -76,7 +75,7 @@ def test_an_answer_shows_the_figures_of_the_api(page: Page, server: Running) -> 
     ended(page)
     assert axe_findings(page) == []
     page.get_by_label("Markdown").uncheck()  # show the text itself
-    choice = explained(server, {})
+    choice = explained(server)
     rounds = choice["speculation"]["rounds"]
     tokens = [token for entry in rounds for token in entry["tokens"]]
     expected = by_source([(token["source"], token["text"]) for token in tokens])
@@ -107,7 +106,7 @@ def test_the_page_works_with_the_keyboard_alone(opened: Open, server: Running) -
     page.keyboard.press("Backspace")
     ask(page, QUESTION[20:])
     ended(page)
-    text = explained(server, {})["message"]["content"]
+    text = explained(server)["message"]["content"]
     assert page.locator("#said").text_content() == f"Answer: {text} "
     press(page, "rejects", ["Tab"] * 3 + ["Space"])
     expect(page.locator(".reject").first).to_be_visible()
@@ -317,7 +316,7 @@ def test_a_text_file_goes_into_the_message(page: Page) -> None:
     )
 
 
-def test_errors_are_shown(page: Page, server: Running) -> None:
+def test_errors_are_shown(page: Page) -> None:
     page.locator("#drafter").select_option("draft-model")
     ask(page)
     expect(page.get_by_role("alert")).to_contain_text("needs a second model")

@@ -19,7 +19,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from selfspec.api.speculator import Speculator
-from selfspec.cli.main import main
 from selfspec.serve.gate import COPY
 from selfspec.serve.options import Keys, ServeOptions
 from selfspec.serve.writer import Writer
@@ -31,6 +30,7 @@ from tests.serve.test_protocol import (  # noqa: F401  # the same tests, through
     test_an_answer_is_that_of_generate,
     test_models_and_health,
 )
+from tests.talks import dialogue
 
 pytest.importorskip("selfspec.cluster", exc_type=ImportError)  # before ray: it sets how Ray starts
 from ray.exceptions import ActorDiedError  # after the check, like the imports below
@@ -95,11 +95,10 @@ def ask(command: Command, messages: list[dict[str, str]], **more: Any) -> httpx.
     return httpx.post(f"{command.address}{CHAT}", json=body, timeout=60)
 
 
-def opening(number: int) -> list[dict[str, str]]:
-    return [
-        {"role": "system", "content": "You tell long stories of cats and mats, and of no dogs."},
-        {"role": "user", "content": f"Story {number} is about a cat that sat on {number} mats."},
-    ]
+def opening(number: int, *more: str) -> list[dict[str, str]]:
+    question = f"Story {number} is about a cat that sat on {number} mats."
+    rule = "You tell long stories of cats and mats, and of no dogs."
+    return dialogue(question, *more, rule=rule)
 
 
 def test_a_conversation_stays_on_one_copy_and_both_copies_get_some(command: Command) -> None:
@@ -108,9 +107,7 @@ def test_a_conversation_stays_on_one_copy_and_both_copies_get_some(command: Comm
         first = ask(command, opening(number))
         copies.add(first.headers[COPY])
         text = first.json()["choices"][0]["message"]["content"]
-        turn = {"role": "assistant", "content": text}
-        messages = [*opening(number), turn, {"role": "user", "content": "What is next?"}]
-        second = ask(command, messages)
+        second = ask(command, opening(number, text, "What is next?"))
         assert second.headers[COPY] == first.headers[COPY]
         assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         if len(copies) == 2 and number >= 3:
@@ -170,7 +167,7 @@ def test_a_client_that_goes_away_ends_its_answer(command: Command, server: Runni
 
 
 def test_the_log_has_a_line_per_request_and_no_text(command: Command) -> None:
-    ask(command, [{"role": "user", "content": "a word nobody says: xyzzy"}])
+    ask(command, dialogue("a word nobody says: xyzzy"))
     wait_until(lambda: "+ 30 tokens" in command.log.read_text())
     log = command.log.read_text()
     assert re.search(r"POST \S+ns 200, \d+ \+ 30 tokens in \d+\.\d{3} s for 127.0.0.1", log)
@@ -283,16 +280,6 @@ def test_the_answer_of_a_dead_copy_is_refused_or_visibly_cut(
     half = {"type": "http.response.body", "body": b'{"half', "more_body": True}
     with pytest.raises(RuntimeError, match="the answer was cut"):
         ask_front(start, half, error=ActorDiedError())
-
-
-def test_without_ray_one_line_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delitem(sys.modules, "selfspec.serve.replicas", raising=False)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert main(["serve", "--port", "0", "--replicas", "2"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("more than one copy needs ray: pip install 'selfspec[ray]'")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ def talks(backbone: Backbone) -> Talks:
     return make_talks(backbone.model)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer that tests must not change."""
     return make_tokenizer()

@@ -253,7 +253,7 @@ def test_features_of_a_url_are_those_of_a_folder(
         store.CacheSource(url, backbone)
 
 
-def test_unusable_urls_give_errors_of_one_line(
+def test_unusable_urls_are_named(
     backbone: Backbone, stream: store.StreamSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InvalidOption, match="cannot open nothing://a: Protocol not known"):

@@ -64,10 +64,7 @@ def test_exits_are_at_the_first_sure_layer() -> None:
 def test_the_cost_model_predicts_a_simulated_scheduler() -> None:
     """Independent positions and two layers, counted over 40,000 rounds."""
     cost = DraftCost(rows=(0.3, 0.1, 0.2), head=0.05, num_layers=10)
-    odds = (
-        ExitOdds((0.5, 0.3), 0.6),
-        ExitOdds((0.4, 0.2), 0.3),
-    )  # odds of the first draft, of later ones
+    odds = ExitOdds((0.5, 0.3), 0.6), ExitOdds((0.4, 0.2), 0.3)  # of a round's first draft, others
     tokens, seconds, rounds = 0, 0.0, 40_000
     dice = random.Random(0)
     for _ in range(rounds):

@@ -22,7 +22,7 @@ from selfspec.training.text import DROPPED, Counts, Reader, Writer
 from tests.api.test_text import byte_level_bpe
 from tests.authors import RECIPE, SMALL, at_once, invent, make_author, prompt_ids, read, recipe_of
 from tests.models import VOCAB_SIZE, make_model, noted, random_ids
-from tests.talks import TEMPLATE, WORDS, make_tokenizer
+from tests.talks import TEMPLATE, WORDS, dialogue, make_tokenizer
 
 Lines = tuple[list[dict[str, Any]], Counts]
 WRITTEN: dict[str, Any] = {"tokens": 300, "greedy_share": 0.5, "max_question_tokens": 4}
@@ -141,7 +141,7 @@ def test_each_option_changes_the_text(
         assert ids != ids_with(tmp_path, greedy_share=0.0)
 
 
-def test_turns_are_given_or_invented(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_turns_are_given_or_invented(tmp_path: Path) -> None:
     talk = 'families: {talk: {weight: 1, ask: [["{word}", null, "{word} b"]]}}\n'
     lists = "lists: {word: [" + ", ".join("abc"[i % 3] + " c" * i for i in range(60)) + "]}\n"
     counts = invent(make_author(tokens=200, system="c"), tmp_path / "a", talk + lists)
@@ -238,9 +238,8 @@ def test_an_interrupted_run_writes_the_same_file(
 
 
 def test_a_recipe_without_new_rows_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match="no row of 3 batches could be used") as caught:
+    with pytest.raises(InvalidOption, match="no row of 3 batches could be used"):
         invent(make_author(tokens=10_000), tmp_path / "a", "families: {f: {weight: 1, ask: [a]}}")
-    assert "\n" not in str(caught.value)
 
 
 def test_a_model_without_room_for_a_prompt_is_refused() -> None:
@@ -298,10 +297,9 @@ lists: {word: [a, c, a a, c c, a b, c b]}
     source = selfgen.Admission(author.options, excluded=excluded)
     assert counts.total("excluded") == 3  # c, c c and c b
     assert not any(row["messages"][0]["content"].startswith("c b b b b b b b") for row in rows)
-    question = {"role": "user", "content": "is it kept"}
     for answer, new in (("it is C b b b b b b b", False), ("b", True), ("a", False)):
-        turns = [question, {"role": "assistant", "content": answer}]
-        assert source._is_new({"family": "f", "messages": turns}, counts) is new, answer
+        row = {"family": "f", "messages": dialogue("is it kept", answer)}
+        assert source._is_new(row, counts) is new, answer
     # a dropped row leaves no trace, or a resumed run would write other rows
     assert (counts.total("excluded"), counts.total("duplicates")) == (4, 1)
 
@@ -319,8 +317,7 @@ def test_an_answer_that_nearly_repeats_another_is_dropped() -> None:
     counts, vocabulary, numbers = Counts(), [f"w{n}" for n in range(60)], itertools.count()
 
     def new(reply: list[str]) -> bool:
-        turns = [{"role": "user", "content": str(next(numbers))}]
-        turns.append({"role": "assistant", "content": " ".join(reply)})
+        turns = dialogue(str(next(numbers)), " ".join(reply))
         return source._is_new({"family": "f", "messages": turns}, counts)
 
     assert new(vocabulary)
@@ -334,18 +331,12 @@ def test_an_answer_that_nearly_repeats_another_is_dropped() -> None:
 # --- turns
 
 
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerBase:
-    return make_tokenizer()
-
-
 def test_prompts_are_those_of_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
     turns = selfgen.Turns.of(tokenizer, "c")
-    messages = [*turns.messages(), {"role": "user", "content": "a b"}]
-    assert turns.first_prompt("a b") == prompt_ids(tokenizer, messages)
+    assert turns.first_prompt("a b") == prompt_ids(tokenizer, dialogue("a b", rule="c"))
     ids = turns.first_prompt("a b") + [WORDS.index(word) for word in ("b", "<end>")]
-    messages += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    prompt, start = prompt_ids(tokenizer, messages), turns.next_prompt(ids, None)
+    prompt = prompt_ids(tokenizer, dialogue("a b", "b", "c", rule="c"))
+    start = turns.next_prompt(ids, None)
     assert turns.next_prompt(ids, "c") == prompt
     assert prompt[: len(start) + 1] == [*start, WORDS.index("c")]
     # an end token that the template does not write stays
@@ -420,20 +411,17 @@ def test_a_user_turn_ends_where_a_template_without_end_tokens_begins_the_answer(
 # --- texts
 
 PROMPTS = [random_ids(length, seed=length)[0].tolist() for length in (5, 1, 12, 9)]
-LIMIT = 12
 
 
 def run(
     backbone: Backbone,
     prompts: list[list[int]] = PROMPTS,
     *,
-    ends: frozenset[int] = frozenset({VOCAB_SIZE - 1}),
-    limit: int = LIMIT,
+    limit: int = 12,
     seed: int = 0,
-    heard: list[int] | None = None,
     **sampling: Any,
 ) -> list[list[int]]:
-    texts = selfgen.Texts(backbone, (lambda tokens: None) if heard is None else heard.append)
+    texts, ends = selfgen.Texts(backbone, lambda tokens: None), frozenset({VOCAB_SIZE - 1})
     places = {
         texts.add(selfgen.Ask(prompt, limit, ends, 100 * seed + place, **sampling)): place
         for place, prompt in enumerate(prompts)
@@ -560,10 +548,9 @@ def test_a_servers_answers_are_the_models_ids(asked: list[dict[str, Any]], tmp_p
         author._server.step()
 
 
-def test_an_unreachable_server_gives_an_error_of_one_line() -> None:
-    with pytest.raises(SelfspecError, match=r"http://127\.0\.0\.1:9/v1 did not answer") as caught:
+def test_an_unreachable_server_is_named() -> None:
+    with pytest.raises(SelfspecError, match=r"http://127\.0\.0\.1:9/v1 did not answer"):
         remote("http://127.0.0.1:9/v1/")
-    assert "\n" not in str(caught.value)
 
 
 # --- given user turns
@@ -571,18 +558,11 @@ def test_an_unreachable_server_gives_an_error_of_one_line() -> None:
 QUESTIONS = ["a", "b", "c", "a b", "A  b", "b a", "c c", "a c", "b c", "c a b"]
 
 
-def said(*texts: str) -> list[dict[str, str]]:
-    return [
-        {"role": ("user", "assistant")[number % 2], "content": text}
-        for number, text in enumerate(texts)
-    ]
-
-
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     """Ten questions, one of them twice, and a bad line."""
     path = tmp_path / "rows.jsonl"
-    lines = [json.dumps({"messages": said(text, "b")}) for text in QUESTIONS]
+    lines = [json.dumps({"messages": dialogue(text, "b")}) for text in QUESTIONS]
     path.write_text("\n".join(["[]", *lines]) + "\n")
     return path
 
@@ -613,23 +593,23 @@ def test_questions_are_kept_and_the_model_answers_them(rows: Path, tmp_path: Pat
 
 
 def test_a_rows_own_system_message_wins(tokenizer: PreTrainedTokenizerBase) -> None:
-    system = {"role": "system", "content": "b"}
-    talk = selfgen.talk_of({"messages": [system, *said("a", "c", "b")]}, tokenizer, "c")
-    assert talk.messages == [system]
+    messages = dialogue("a", "c", "b", rule="b")
+    talk = selfgen.talk_of({"messages": messages}, tokenizer, "c")
+    assert talk.messages == messages[:1]
     assert (talk.question, talk.pending) == ("a", ["b"])
-    plain = selfgen.talk_of({"messages": said(" a ")}, tokenizer, "c")
-    assert plain.messages == [{"role": "system", "content": "c"}]
-    assert plain.prompt == prompt_ids(tokenizer, [*plain.messages, *said("a")])
+    plain = selfgen.talk_of({"messages": dialogue(" a ")}, tokenizer, "c")
+    assert plain.messages == dialogue(rule="c")
+    assert plain.prompt == prompt_ids(tokenizer, dialogue("a", rule="c"))
 
 
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
         ({"text": "a b"}, "holds text, expected messages, conversations or turns"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "no user turn"),
+        ({"messages": dialogue(rule="a")}, "no user turn"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "no user turn"),
-        ({"messages": said("a", "b", " ")}, "an empty user turn"),
-        ({"messages": [*said("a"), {"role": "system", "content": "a"}]}, "after its first turn"),
+        ({"messages": dialogue("a", "b", " ")}, "an empty user turn"),
+        ({"messages": [*dialogue("a"), *dialogue(rule="a")]}, "after its first turn"),
     ],
 )
 def test_a_row_without_questions_is_refused(

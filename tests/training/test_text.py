@@ -11,11 +11,12 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -23,18 +24,12 @@ from transformers import PreTrainedTokenizerBase
 from selfspec.errors import InvalidData, InvalidOption, InvalidPrompt
 from selfspec.training import text
 from tests.authors import counted
-from tests.bad_input import DEEP, one_line
+from tests.bad_input import DEEP
 from tests.models import VOCAB_SIZE
-from tests.talks import TEMPLATE, WORDS, Talks, make_tokenizer
+from tests.talks import TEMPLATE, WORDS, Talks, dialogue, make_tokenizer
 
-USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-TALK = [
-    {"role": "system", "content": "c"},
-    {"role": "user", "content": "a b"},
-    {"role": "assistant", "content": "b"},
-    {"role": "user", "content": "c"},
-    {"role": "assistant", "content": "a a"},
-]
+USER, ASSISTANT = dialogue("a", "b")
+TALK = dialogue("a b", "b", "c", "a a", rule="c")
 SHARED = [{"from": "system", "value": "c"}] + [
     {"from": name, "value": entry["content"]}
     for name, entry in zip(("human", "gpt", "user", "chatgpt"), TALK[1:], strict=True)
@@ -171,11 +166,8 @@ BAD: dict[str, list[Any]] = {
 def test_a_bad_row_is_named_with_line_and_reason(tmp_path: Path, row: Any, reason: str) -> None:
     path = tmp_path / "talks.jsonl"
     path.write_bytes(LINE + (row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n")
-    with pytest.raises(InvalidData) as caught:
+    with pytest.raises(InvalidData, match=f"^{path}, line 2 .*{re.escape(reason)}"):
         read(path)
-    assert str(caught.value).startswith(f"{path}, line 2 ")
-    assert reason in str(caught.value)
-    one_line(caught, path)
     assert read(path, skip=True) == [text.Conversation((1, 2, 3, 4), ((2, 4),))]
 
 
@@ -247,10 +239,8 @@ def test_odd_files_are_refused(tmp_path: Path, words: str, monkeypatch: pytest.M
     name, content = CONTENTS[words]
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(InvalidData) as caught:
+    with pytest.raises(InvalidData, match=f"{path}.*{re.escape(words)}"):
         read(path)
-    one_line(caught, path)
-    assert words in str(caught.value)
     assert path.read_bytes() == content
 
 
@@ -283,9 +273,7 @@ def test_a_hub_id_is_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
             raise FileNotFoundError(f"no {name}\nhere")
         return [{"n": 1}, {"n": 2}]
 
-    fake = ModuleType("datasets")
-    vars(fake).update(load_dataset=load_dataset, exceptions=ModuleType("exceptions"))
-    vars(fake.exceptions).update(DatasetsError=RuntimeError)
+    fake: Any = Mock(load_dataset=load_dataset, **{"exceptions.DatasetsError": RuntimeError})
     monkeypatch.setitem(sys.modules, "datasets", fake)
     assert list(text.rows("someone/some-talks")) == [("row 1", {"n": 1}), ("row 2", {"n": 2})]
     assert numbers(Path("someone/some-talks")) == [1, 2]

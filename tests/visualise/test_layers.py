@@ -79,11 +79,8 @@ def test_a_damaged_file_is_named_with_line_and_reason(
     assert old in lines[line - 1]
     lines[line - 1] = lines[line - 1].replace(old, new, 1)
     path.write_text("\n".join(lines))
-    with pytest.raises(InvalidData) as caught:
+    with pytest.raises(InvalidData, match=f"^{path}.*{re.escape(reason)}"):
         LayerTrace.load(path)
-    assert str(caught.value).startswith(f"{path}")
-    assert reason in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
