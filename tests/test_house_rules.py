@@ -29,13 +29,13 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27_540,
+    "tests/": 27_113,
     "model": 6845,
     "decoding": 4753,
     "training": 3705,
-    "eval": 2794,
+    "eval": 2795,
     "eval/": 3438,
-    "cli": 3203,
+    "cli": 3199,
     "serve": 2932,
     "api": 2343,
     "heads": 1671,
