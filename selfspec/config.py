@@ -275,7 +275,7 @@ class GenerateOptions(TypedDict, total=False):
     streamer: BaseStreamer
     # ours: for this call only
     seed: parts.Seed
-    """Seeds a generator for this call; without it, draws come from torch's global generator."""
+    """Determines the draws of this call; without it, one is drawn from torch's generator."""
     json_schema: Mapping[str, Any] | bool
     """The answer is JSON that follows this schema; True: any object."""
     grammar: str
@@ -288,6 +288,8 @@ class GenerateOptions(TypedDict, total=False):
     """Record each token's log-probability, and those of this many likeliest alternatives."""
     raw: bool
     """Tokenise a text prompt directly, without the chat template."""
+    chat_template_kwargs: Mapping[str, Any]
+    """Variables of the chat template, such as {"enable_thinking": False}."""
     speculate: bool
     drafter: str | Mapping[str, Any] | parts.Exit | parts.Ngram | parts.DraftModel | Sequence[Any]
     controller: str | Mapping[str, Any] | parts.Controller

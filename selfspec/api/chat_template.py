@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -191,9 +192,11 @@ def apply_template(
     *,
     tools: list[Any] | None = None,
     add_generation_prompt: bool = False,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the same text as `apply_chat_template`. Raises InvalidPrompt, whatever goes wrong.
 
+    `variables`: `chat_template_kwargs`; InvalidOption for one that the template does not read.
     Raises SelfspecError instead if this machine lacks files, processes or jinja2.
     """
     try:
@@ -202,14 +205,21 @@ def apply_template(
         names = ("messages", "tools", "documents", "add_generation_prompt", *tokens)
         # this template returns the variables that transformers prepared for the real one
         pairs = ", ".join(f"'{name}': {name}" for name in names)
-        variables = tokenizer.apply_chat_template(
+        prepared = tokenizer.apply_chat_template(
             messages,
             tools=tools,
             chat_template=f"{{{{ {{{pairs}}} | tojson }}}}",
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
-        return _render(template, str(variables))
+        values = json.loads(str(prepared))
+        for name in variables or ():
+            if values.get(name) is not None or not re.search(rf"\b{re.escape(name)}\b", template):
+                raise InvalidOption(
+                    f"chat_template_kwargs has {name}, which the prompt sets, or the chat template "
+                    "does not read. Leave it out"
+                )
+        return _render(template, json.dumps({**values, **(variables or {})}))
     except SelfspecError:
         raise
     except (ImportError, OSError) as error:  # clients see this message: no file names

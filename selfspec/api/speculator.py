@@ -255,7 +255,8 @@ class Speculator:
         """Make the Request for one prompt and the keywords of one call."""
         speculation, rest = self._split_options(options)
         streamer, raw = rest.pop("streamer", None), rest.pop("raw", False)
-        ids = encode(self.tokenizer, prompt, raw=raw).to(self.backbone.device)
+        variables = rest.pop("chat_template_kwargs", None)
+        ids = encode(self.tokenizer, prompt, raw=raw, variables=variables).to(self.backbone.device)
         end = NO_END if raw else self.turn_end
         rest |= self.ending(rest, end)
         request = requests.prepare(self.backbone, self.tokenizer, self._grammars, ids, rest)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from selfspec.api.chat_template import advice, apply_template
 from selfspec.decoding.stats import Round
-from selfspec.errors import InvalidPrompt, shown
+from selfspec.errors import InvalidOption, InvalidPrompt, shown
 
 Prompt = str | list[dict[str, str]] | list[int] | Tensor | np.ndarray[Any, Any]
 """A question as text, a conversation, or token ids ([P] or [B, P])."""
@@ -35,12 +35,46 @@ def encode(
     *,
     raw: bool = False,
     tools: list[dict[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Encode a prompt as token ids [B, P]; text becomes one user turn if there is a chat template.
 
-    The template shows `tools` to the model, if it can; `raw` tokenises text without the template.
-    Raises InvalidPrompt for an empty or invalid prompt, and for text without a tokenizer.
+    The template shows `tools` to the model, if it can, and reads `variables`; `raw` tokenises text
+    without it. Raises InvalidPrompt for an empty or invalid prompt, and for text without a
+    tokenizer; InvalidOption for variables that no template reads.
     """
+    given = _given_ids(prompt)
+    plain = raw or getattr(tokenizer, "chat_template", None) is None
+    if variables and (plain or given is not None):
+        raise InvalidOption("chat_template_kwargs needs text in a chat template. Leave it out")
+    if given is not None:
+        return given
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    _check_messages(messages, is_text=isinstance(prompt, str))
+    if tokenizer is None:
+        raise InvalidPrompt("a prompt in words needs a tokenizer. Give one to selfspec.wrap")
+    text: Any = prompt
+    if not plain:
+        text = apply_template(
+            tokenizer,
+            messages,
+            tools=tools or None,
+            add_generation_prompt=True,
+            variables=variables,
+        )
+    elif not isinstance(prompt, str) and tokenizer.chat_template is None:
+        raise InvalidPrompt(
+            "messages need a chat template, but this model was loaded with none. "
+            f"{advice(tokenizer.name_or_path)}; or give text alone: --raw, /v1/completions"
+        )
+    elif not isinstance(prompt, str):
+        raise InvalidPrompt("raw is for text, the prompt is messages. Leave raw out, or give text")
+    ids: Tensor = tokenizer(text, add_special_tokens=plain, return_tensors="pt")["input_ids"]
+    return ids
+
+
+def _given_ids(prompt: Any) -> Tensor | None:
+    """The ids of a prompt that consists of them, [B, P]; None for words. Raises InvalidPrompt."""
     if isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu":
         prompt = torch.from_numpy(prompt.astype(np.int64))  # any byte order or strides
     if isinstance(prompt, Tensor):
@@ -51,24 +85,8 @@ def encode(
         raise InvalidPrompt(f"the prompt is {shown(prompt)}, {expected}")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise InvalidPrompt("the prompt is empty. Give a question, messages or token ids")
-    if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
-        return _listed_ids(prompt)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    _check_messages(messages, is_text=isinstance(prompt, str))
-    if tokenizer is None:
-        raise InvalidPrompt("a prompt in words needs a tokenizer. Give one to selfspec.wrap")
-    text, plain = prompt, raw or tokenizer.chat_template is None
-    if not plain:
-        text = apply_template(tokenizer, messages, tools=tools or None, add_generation_prompt=True)
-    elif not isinstance(prompt, str) and tokenizer.chat_template is None:
-        raise InvalidPrompt(
-            "messages need a chat template, but this model was loaded with none. "
-            f"{advice(tokenizer.name_or_path)}; or give text alone: --raw, /v1/completions"
-        )
-    elif not isinstance(prompt, str):
-        raise InvalidPrompt("raw is for text, the prompt is messages. Leave raw out, or give text")
-    ids: Tensor = tokenizer(text, add_special_tokens=plain, return_tensors="pt")["input_ids"]
-    return ids
+    words = isinstance(prompt, str) or isinstance(prompt[0], Mapping)
+    return None if words else _listed_ids(prompt)
 
 
 def _checked_ids(ids: Tensor) -> Tensor:

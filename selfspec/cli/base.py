@@ -456,6 +456,12 @@ GENERATION = group_flags(
     Flag("json_schema", str, "Write JSON that follows the schema in this file.", metavar="FILE"),
     Flag("grammar", str, "Write text that follows the Lark grammar in this file.", metavar="FILE"),
     Flag("seed", int, "Makes sampling repeatable."),
+    Flag(
+        "chat_template_kwargs",
+        str | dict,
+        'Variables of the chat template: {"enable_thinking": false}.',
+        metavar="JSON",
+    ),
 )
 
 SHARED = (*LOADING, *SPECULATION, *GENERATION)
@@ -474,6 +480,10 @@ def answer_options(args: Args) -> Args:
                 raise InvalidOption(f"{file} holds null, expected a schema")
     if (grammar := config.grammar_of(options)) is not None:
         config.check_grammar(grammar)
+    if isinstance(text := options.get(name := "chat_template_kwargs"), str):
+        options[name] = files.parse_json(text, name)
+    if not isinstance(options.get(name, {}), dict):
+        raise InvalidOption(f'{name} is {text}, expected names and values: {{"thinking": false}}')
     return options
 
 

@@ -125,8 +125,9 @@ class Chat:
         if tokenizer is not None and any(message["role"] == "user" for message in messages):
             from selfspec.api.text import encode
 
+            variables = self.options.get("chat_template_kwargs")
             with suppress(InvalidPrompt):
-                self.tokens = encode(tokenizer, list(messages)).shape[1]
+                self.tokens = encode(tokenizer, list(messages), variables=variables).shape[1]
 
     def _take_back(self) -> str:
         for index, message in reversed([*enumerate(self.messages)]):

@@ -301,6 +301,7 @@ class ChatBody(Body):
     tools: Annotated[list[_Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | _Chosen | None = None
     parallel_tool_calls: StrictBool = True
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_check_size)] | None = None
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> ChatBody:
@@ -325,9 +326,12 @@ class ChatBody(Body):
     def choices(self, limits: ServeOptions, room: int) -> list[Choice]:
         """The texts to generate, of at most `room` tokens; max_completion_tokens goes first."""
         max_tokens = self.max_completion_tokens or self.max_tokens or limits.max_tokens
-        options = {"max_new_tokens": min(max_tokens, room), "max_time": limits.timeout}
+        options: dict[str, Any] = {"max_new_tokens": min(max_tokens, room)}
+        options["max_time"] = limits.timeout
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
+        if self.chat_template_kwargs:
+            options["chat_template_kwargs"] = self.chat_template_kwargs
         tools = [] if self.tool_choice == "none" else self.tools or []
         if isinstance(self.tool_choice, _Chosen):
             tools = [tool for tool in tools if tool.function.name == self.tool_choice.function.name]
@@ -385,6 +389,7 @@ class Refused(Exception):
 
 _FIELDS = {"json_schema": "response_format", "grammar": "tools", "drafter": "speculation.drafter"}
 _FIELDS |= {"SequenceBiasLogitsProcessor": "logit_bias"}
+_FIELDS |= {"chat_template_kwargs": "chat_template_kwargs"}
 """Fields of a request, by the runtime's name for them, which begins its error messages."""
 
 

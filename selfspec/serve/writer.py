@@ -185,8 +185,14 @@ class Writer:
 
     def _ids(self, choice: Choice) -> Tensor:
         """A prompt's ids, [1, P]. Raises InvalidPrompt, and Refused if they are too many."""
-        raw, tools = choice.options.get("raw", False), list(choice.tools)
-        ids = encode(self._speculator.tokenizer, choice.prompt, raw=raw, tools=tools)
+        raw = choice.options.get("raw", False)
+        ids = encode(
+            self._speculator.tokenizer,
+            choice.prompt,
+            raw=raw,
+            tools=list(choice.tools),
+            variables=choice.options.get("chat_template_kwargs"),
+        )
         count, limit = ids.shape[1], min(self.options.max_prompt_tokens or self.room, self.room - 1)
         if count > limit:
             # clients recognise the error by its code, or by these words
@@ -199,6 +205,7 @@ class Writer:
         """Make the Request for an answer, which ends at the model's last position."""
         max_tokens = min(choice.options["max_new_tokens"], self.room - ids.shape[1])
         options = self._options_of(choice) | {"max_new_tokens": max_tokens}
+        options.pop("chat_template_kwargs", None)  # the ids are there
         if stops := options.pop("stop_strings", None):  # the prompt may hold them
             criterion, start = stop_strings(self._speculator.tokenizer, stops), ids.shape[1]
             options["stopping_criteria"] = [lambda row, scores: criterion(row[:, start:], scores)]

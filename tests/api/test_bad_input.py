@@ -356,6 +356,7 @@ WRONG: list[tuple[Call, str]] = [
     (lambda model: asked(model, stop=5), "Did you mean stop_strings"),
     (lambda model: wrap(model).generate(IDS, acceptance="lenient"), "do_sample"),
     (lambda model: asked(model, max_tokens=5), "Did you mean max_new_tokens"),
+    (lambda model: asked(model, chat_template_kwargs={"a": 1}), "kwargs needs text in a chat temp"),
     (lambda model: speaking(model).hf(streamer=None), r"for model\.generate itself"),
     (lambda model: speaking(model).hf(stop_strings="a"), r"hf\(strings=\.\.\.\)"),
     (lambda model: speaking(model)("hi"), r"custom_generate=speculator\.hf"),

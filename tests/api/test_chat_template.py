@@ -293,6 +293,32 @@ def test_texts_are_those_of_transformers(
         assert apply_template(clone, TALKS[talk], **options) == expected
 
 
+THINKS = (
+    "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %} <no>"
+    "{% endif %} {{ documents }}"
+)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"enable_thinking": False},
+        {"enable_thinking": True, "documents": [{"text": "caf\u00e9"}]},
+    ],
+    ids=str,
+)
+def test_variables_reach_the_template(
+    variables: dict[str, Any], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    clone = templates.with_template(tokenizer, THINKS)
+    expected = clone.apply_chat_template(TALK, tokenize=False, **variables)
+    assert apply_template(clone, TALK, variables=variables) == expected
+    for name in ("enable_thinkin", "messages"):
+        with pytest.raises(InvalidOption, match=f"has {name}, which"):
+            apply_template(clone, TALK, variables={**variables, name: 1})
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [

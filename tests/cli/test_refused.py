@@ -144,6 +144,8 @@ generate --prompts prompts.jsonl --output new --concurrency 0 | concurrency is 0
 generate --prompts prompts.jsonl --output new --kv-memory 0 | '0', expected a size like 500MB or 2GB
 generate a --json-schema schema.json             | is 7
 generate a --json-schema null.json               | null.json holds null, expected a schema
+generate a --chat-template-kwargs [1]            | chat_template_kwargs is [1], expected names and
+chat --chat-template-kwargs x                    | chat_template_kwargs is not JSON
 generte a                                        | Did you mean 'generate'?
 nothing                                          | 'nothing'. Known: generate, chat, demo
 generate a --frobnicate                          | For all of them: selfspec generate --help-all

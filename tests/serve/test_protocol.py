@@ -330,6 +330,23 @@ def test_requests_of_common_clients_are_accepted(small: Running, body: dict[str,
     assert small.post(body, Authorization="Bearer none").status_code == 200
 
 
+def test_variables_reach_the_chat_template(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, name = small.speculator.tokenizer, "chat_template_kwargs"
+    text = "{{ messages[0].content }}{% if enable_thinking %} Think first.{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", text)
+    lengths = []
+    for thinks in (False, True):
+        options: Any = {name: {"enable_thinking": thinks}}
+        answer = small.speculator.generate(ASK, max_new_tokens=2, **options)
+        usage = small.post({**BODY, **options}).json()["usage"]
+        assert usage["prompt_tokens"] == answer.stats.prompt_tokens
+        lengths.append(usage["prompt_tokens"])
+    assert lengths[0] < lengths[1]
+    error = small.post({**BODY, name: {"thinks": True}}).json()["error"]
+    assert error["param"] == name
+    assert "has thinks, which" in error["message"]
+
+
 SPECULATION: list[Any] = [
     True,
     False,
