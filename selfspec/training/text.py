@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -381,7 +381,8 @@ def _from_messages(
 ) -> list[Conversation]:
     """Messages through the chat template; every assistant turn is an answer.
 
-    An answer follows what the template makes of the turns before it, as when it is generated.
+    An answer follows what the template makes of the turns before it, as when it is generated. Some
+    templates, such as DeepSeek-R1's, open its thoughts there and drop them from later prompts.
     """
     if tokenizer.chat_template is None:
         raise InvalidData(
@@ -389,40 +390,47 @@ def _from_messages(
             f"{advice(tokenizer.name_or_path)}; or give input_ids"
         )
 
-    def ids_of(count: int, *, add_prompt: bool = False) -> tuple[int, ...]:
+    def text_of(count: int, *, add_prompt: bool = False) -> str:
         if not count:
             raise InvalidData("begins with the assistant, expected a user's turn first")
-        text = apply_template(tokenizer, messages[:count], add_generation_prompt=add_prompt)
+        return apply_template(tokenizer, messages[:count], add_generation_prompt=add_prompt)
+
+    def ids_of(text: str) -> tuple[int, ...]:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    stops = {tokenizer.eos_token_id, turn_end(tokenizer).token}
+    turn, eos = turn_end(tokenizer), tokenizer.eos_token or ""
+    end_text = turn.text or (eos if turn.token is None else tokenizer.decode([turn.token]))
+    stops = {tokenizer.eos_token_id, turn.token}
     talks = list[Conversation]()
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt, ids = ids_of(index, add_prompt=True), ids_of(index + 1)
+        asked, answer = text_of(index, add_prompt=True), message["content"]
+        prompt, ids = ids_of(asked), ids_of(text_of(index + 1))
         first = len(prompt)
-        if ids[:first] != prompt:
-            raise InvalidData(
-                f"has an answer, turn {index + 1}, which the chat template does not put behind "
-                "its prompt: it may drop thoughts. Change it, or give --skip-bad-rows"
-            )
+        if ids[:first] != prompt:  # the answer as the model writes it
+            opened = next(n for n in range(len(answer), -1, -1) if asked.endswith(answer[:n]))
+            ids = (*prompt, *ids_of(answer[opened:] + end_text))
         # a model stops at its first end token, after which the template may have more
         places = range(first, len(ids))
         end = next((place + 1 for place in places if ids[place] in stops), len(ids))
         if not places:  # an answer without tokens is none
             continue
-        answers = [(first, end)]
-        if talks:
-            before, pairs = talks[-1], zip(talks[-1].ids, ids, strict=False)
-            same = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
-            # some templates end only the last turn
-            if {*before.ids[same : before.answers[-1][1]]} <= {*tokenizer.all_special_ids}:
-                kept = ((start, min(end, same)) for start, end in before.answers if start < same)
-                answers = [*kept, *answers]
-                talks.pop()
-        talks.append(Conversation(ids, tuple(answers)))
-    return talks or [Conversation(ids_of(len(messages)), ())]
+        _append(talks, Conversation(ids, ((first, end),)), {*tokenizer.all_special_ids})
+    return talks or [Conversation(ids_of(text_of(len(messages))), ())]
+
+
+def _append(talks: list[Conversation], talk: Conversation, special: Collection[int]) -> None:
+    """Append a talk, or put it in place of the last one if it goes on from there."""
+    if talks:
+        before, pairs = talks[-1], zip(talks[-1].ids, talk.ids, strict=False)
+        same = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        # some templates end only the last turn
+        if {*before.ids[same : before.answers[-1][1]]} <= {*special}:
+            kept = ((start, min(end, same)) for start, end in before.answers if start < same)
+            talk = Conversation(talk.ids, (*kept, *talk.answers))
+            talks.pop()
+    talks.append(talk)
 
 
 # --- a file of rows that grows
