@@ -79,7 +79,7 @@ class LoadedSampler(Sampler):
 
     dice: Dice
 
-    def draw(self, probs: Tensor, place: int | None = None) -> int:
+    def draw(self, probs: Tensor, place: int | None = None, tokens: Tensor | None = None) -> int:
         assert not probs.isnan().any()
         return self.dice.roll(probs.tolist())
 

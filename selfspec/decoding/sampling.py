@@ -235,6 +235,7 @@ class GrammarMask(LogitsProcessor):
 # --- scores
 
 _BITS = 2**64 - 1
+_Temperature, _TopK = logits_process.TemperatureLogitsWarper, logits_process.TopKLogitsWarper
 _UNKNOWN = -3e4  # lowest score of a token, where a head may know no allowed one; fits any dtype
 
 
@@ -290,11 +291,41 @@ class Sampler:
 
     def choose(self, ids: Tensor, logits: Tensor, *, believe: bool = False) -> DraftToken:
         """Choose a token to follow `ids` [1, n] from [1, V]; `believe`: keep its distribution."""
+        if self.do_sample and self.seed is not None and not believe:
+            candidates, tokens = self.candidates(ids, logits)
+            return DraftToken(self.draw(candidates, ids.shape[1], tokens))
         scores = self.scores(ids, logits)
         probs = scores[0].softmax(-1) if self.do_sample or believe else None
         if self.do_sample and probs is not None:
             return DraftToken(self.draw(probs, ids.shape[1]), probs=probs, belief=probs)
         return DraftToken(int(scores.argmax(-1)), belief=probs)
+
+    def candidates(
+        self, ids: Tensor, logits: Tensor, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The probabilities of tokens that can be drawn after `ids` [1, n], and their ids, [N].
+
+        `logits`: [1, V] of all tokens, or [1, T] of `tokens` [T]. Where a top-k of few tokens
+        comes first, the others are left out, which changes probabilities by their rounding alone.
+        """
+        count, racing = self._top_k, min(_RACING, logits.shape[1])
+        if 0 < count < racing and logits.device.type == "cpu":  # elsewhere reading it takes longer
+            best = logits[0].topk(racing)
+            least = float(best.values[count - 1])
+            if least - float(best.values[-1]) > 1e-6 * abs(least):  # no tie makes the top k more
+                found = best.indices if tokens is None else tokens[best.indices]
+                return self.probs(ids, best.values[None]), found
+        return self.probs(ids, logits), tokens
+
+    @property
+    def _top_k(self) -> int:
+        """The k of a top-k that only a temperature precedes; 0: none, or ids are read after it."""
+        for processor in self.processors if self.reads_scores_alone else ():
+            if type(processor) is _TopK and processor.filter_value == -math.inf:
+                return int(processor.top_k)
+            if type(processor) is not _Temperature:
+                break
+        return 0
 
     def with_token(self, ids: Tensor, token: int) -> Tensor:
         """`ids` [1, n] with `token` appended; unchanged for plain greedy, which ignores them."""
@@ -302,15 +333,15 @@ class Sampler:
             return ids
         return torch.cat([ids, ids.new_full((1, 1), token)], dim=1)
 
-    def draw(self, probs: Tensor, place: int | None = None) -> int:
-        """Draw one token from [V]; with a seed, the draw is a function of its position `place`.
+    def draw(self, probs: Tensor, place: int | None = None, tokens: Tensor | None = None) -> int:
+        """Draw one of `tokens` by `probs` [N]; with a seed it is a function of its `place`.
 
         `torch.multinomial` is not used: it draws an exponential number for each of [V].
         """
         if self.seed is not None and place is not None:
-            tokens, _, share = _race(probs, mixed_seed(self.seed, place - self.pad))
-            if tokens[0] != _OTHERS:
-                return tokens[0]
+            order, _, share = _race(probs, mixed_seed(self.seed, place - self.pad), tokens)
+            if order[0] != _OTHERS:
+                return order[0]
             others = probs.index_fill(0, probs.topk(min(_RACING, len(probs))).indices, 0.0)
             return _pick(others, probs.new_tensor([share], dtype=torch.float64))
         options: Any = {"dtype": torch.float64, "device": probs.device, "generator": self.generator}
@@ -336,8 +367,8 @@ class Sampler:
 
     @property
     def temperature(self) -> float:
-        warper = logits_process.TemperatureLogitsWarper
-        return next((float(p.temperature) for p in self.processors if isinstance(p, warper)), 1.0)
+        found = (float(p.temperature) for p in self.processors if isinstance(p, _Temperature))
+        return next(found, 1.0)
 
     def uniform(self, device: torch.device) -> Tensor:
         """One number from [0, 1), a 0-d tensor."""

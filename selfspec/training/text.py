@@ -399,7 +399,7 @@ def _from_messages(
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     turn, eos = turn_end(tokenizer), tokenizer.eos_token or ""
-    end_text = turn.text or (eos if turn.token is None else tokenizer.decode([turn.token]))
+    end_text = turn.text or (eos if turn.token is None else str(tokenizer.decode([turn.token])))
     stops = {tokenizer.eos_token_id, turn.token}
     talks = list[Conversation]()
     for index, message in enumerate(messages):

@@ -26,12 +26,15 @@ from transformers import (
 )
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.logits_process import (
+    MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
 from selfspec.api.speculator import Speculator, wrap
@@ -669,24 +672,59 @@ def test_every_drafter_draws_at_the_place_of_its_token(
     request, runtime = call.row(1), speculator.runtime
     state, drafter = runtime.state(request, options), runtime.drafter(request, options, Load())
     next(rounds(state, NoDrafter(), request.stop, GreedyMatch(request.sampler)))
-    guesses, foreseen = dict[int, set[int]](), Sampler.likely_draws
+    chosen, foreseen, draw = dict[int, set[int]](), Sampler.likely_draws, Sampler.draw
 
-    def noted(self: Sampler, probs: Tensor, place: int, *args: Any) -> Any:
+    def guessed(self: Sampler, probs: Tensor, place: int, *args: Any) -> Any:
         guess = foreseen(self, probs, place, *args)
-        assert guess[0][0] == request.sampler.draw(probs, place)
-        guesses.setdefault(place, set()).update(guess[0])
+        assert guess[0][0] == draw(request.sampler, probs, place, *args[2:])
+        chosen.setdefault(place, set()).update(guess[0])
         return guess
 
-    monkeypatch.setattr(Sampler, "likely_draws", noted)
+    def drawn(self: Sampler, probs: Tensor, place: int, *args: Any) -> int:
+        token = draw(request.sampler, probs, place, *args)
+        chosen.setdefault(place, set()).add(token)
+        return token
+
+    monkeypatch.setattr(Sampler, "likely_draws", guessed)
+    monkeypatch.setattr(Sampler, "draw", drawn)
     with state.round():
         draft = ladder.ask(drafter, state, 9)
     assert len(draft.tokens) > 1
     for index, choice in enumerate(draft.proposed):
         place = state.length + len(draft.path(index)) - 1  # the ids before it, and padding
-        if choice.probs is None:
-            assert choice.token in guesses[place]
-        else:
-            assert choice.token == request.sampler.draw(choice.probs, place)
+        assert choice.token in chosen[place]
+
+
+TOP_P, TOP_40 = TopPLogitsWarper(0.8), TopKLogitsWarper(40)
+
+
+@pytest.mark.parametrize("tied", [0, 30])
+@pytest.mark.parametrize(
+    ("warpers", "few"),
+    [
+        ([TOP_40], True),
+        ([TemperatureLogitsWarper(0.7), TOP_40, TOP_P, MinPLogitsWarper(0.02)], True),
+        ([TOP_P, TOP_40], False),
+        ([TopKLogitsWarper(64)], False),
+        ([TopKLogitsWarper(40, filter_value=-5.0)], False),
+        ([TOP_40, SuppressTokensLogitsProcessor([3])], False),
+    ],
+)
+def test_tokens_below_a_top_k_are_left_out_unless_one_is_tied(
+    warpers: list[Any], few: bool, tied: int
+) -> None:
+    sampler = replace(sampler_of(3), processors=LogitsProcessorList(warpers))
+    ids, logits = random_ids(3), 3.0 * torch.randn(1, 500, generator=torch.manual_seed(2))
+    order = logits[0].argsort(descending=True)
+    logits[0, order[39 : 40 + tied]] = float(logits[0, order[39]])
+    probs, tokens = sampler.candidates(ids, logits)
+    assert (tokens is not None) == (few and not tied)
+    whole = sampler.probs(ids, logits)
+    places = torch.arange(500) if tokens is None else tokens
+    torch.testing.assert_close(torch.zeros(500).index_put((places,), probs), whole)
+    for place in range(40):
+        row = torch.zeros(1, place, dtype=torch.long)
+        assert sampler.choose(row, logits).token == sampler.draw(whole, place)
 
 
 def test_sampled_sequences_follow_the_models_distribution_over_seeds() -> None:

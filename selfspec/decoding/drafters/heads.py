@@ -92,10 +92,11 @@ class HeadGuesser:
         if not sampler.reads_scores_alone:
             ids, drafted = torch.cat([ids, upload(path, ids.device)[None]], dim=1), None
             logits = self._head.to_target_logits(logits)
-        doubt, scores = self._judge.temperature(0), sampler.scores(ids, logits)[0]
+        doubt = self._judge.temperature(0)
         if sampler.seed is not None and sampler.do_sample:
-            probs = scores.softmax(-1)
+            probs, drafted = sampler.candidates(ids, logits, drafted)
             return Likeliest(*sampler.likely_draws(probs, place, len(tokens), doubt, drafted))
+        scores = sampler.scores(ids, logits)[0]
         best = (scores / doubt).softmax(-1).topk(min(len(tokens), len(scores)))
         likeliest = best.indices if drafted is None else drafted[best.indices]
         return Likeliest(likeliest.tolist(), best.values.tolist())
