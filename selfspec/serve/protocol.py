@@ -301,7 +301,8 @@ class ChatBody(Body):
     tools: Annotated[list[_Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | _Chosen | None = None
     parallel_tool_calls: StrictBool = True
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_check_size)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_check_size)] = {}
+    reasoning_effort: Setting | None = None
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> ChatBody:
@@ -330,8 +331,9 @@ class ChatBody(Body):
         options["max_time"] = limits.timeout
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
-        if self.chat_template_kwargs:
-            options["chat_template_kwargs"] = self.chat_template_kwargs
+        effort = self.model_dump(include={"reasoning_effort"}, exclude_none=True)
+        if variables := {**self.chat_template_kwargs, **effort}:
+            options["chat_template_kwargs"] = variables
         tools = [] if self.tool_choice == "none" else self.tools or []
         if isinstance(self.tool_choice, _Chosen):
             tools = [tool for tool in tools if tool.function.name == self.tool_choice.function.name]

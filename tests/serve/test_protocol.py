@@ -332,7 +332,9 @@ def test_requests_of_common_clients_are_accepted(small: Running, body: dict[str,
 
 def test_variables_reach_the_chat_template(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, name = small.speculator.tokenizer, "chat_template_kwargs"
-    text = "{{ messages[0].content }}{% if enable_thinking %} Think first.{% endif %}"
+    text = (
+        "{{ messages[0].content }}{% if enable_thinking %} Think {{ reasoning_effort }}.{% endif %}"
+    )
     monkeypatch.setattr(tokenizer, "chat_template", text)
     lengths = []
     for thinks in (False, True):
@@ -342,6 +344,9 @@ def test_variables_reach_the_chat_template(small: Running, monkeypatch: pytest.M
         assert usage["prompt_tokens"] == answer.stats.prompt_tokens
         lengths.append(usage["prompt_tokens"])
     assert lengths[0] < lengths[1]
+    more = {"reasoning_effort": "high", name: {"enable_thinking": True}}
+    usage = small.post({**BODY, **more}).json()["usage"]
+    assert usage["prompt_tokens"] == lengths[1] + len("high")  # a token is a letter
     error = small.post({**BODY, name: {"thinks": True}}).json()["error"]
     assert error["param"] == name
     assert "has thinks, which" in error["message"]
