@@ -12,10 +12,10 @@ a whole batch and does their Work.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -52,10 +52,7 @@ BEYOND_CONTEXT = "the text goes beyond the model's context length, %d positions:
 CONTEXT_ENDS = "the model has %d positions here: answers end there, whatever length is asked for"
 
 
-@functools.cache
-def warn_once(text: str, positions: int) -> None:
-    """Warn once about the model's context length."""
-    logger.warning(text, positions)
+warn_once = cache(logger.warning)
 
 
 def decode_rounds(
@@ -177,8 +174,7 @@ def walk(
     row = 0
     while True:
         children = draft.children(row)
-        proposed = [draft.proposed[index] for index in children]
-        verdict = rule.verdict(state, target, row, proposed)
+        verdict = rule.verdict(state, target, row, [draft.proposed[index] for index in children])
         yield row, verdict
         if verdict.kept is None:
             return

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -105,7 +106,7 @@ class Runtime:
         self.backbone, self.heads, self.draft_model = backbone, heads, draft_model
         self.datastore, self.successors = datastore, ngram.Successors()
         self.layers, self.probe = LayerSearch(backbone.num_layers), PinnedProbe(backbone)
-        self._warnings: set[str] = set()
+        self._warn_once = cache(logger.warning)
 
     def prepare(self, request: SequenceRequest, options: SpeculationOptions, load: Load) -> Running:
         """Prepare a sequence. Raises ModelChanged if a model was changed after it was wrapped."""
@@ -135,7 +136,7 @@ class Runtime:
             seconds=watch.seconds,
         )
         if not stats.lossless:
-            self._warn("lossy acceptance: the output differs from the model's own")
+            self._warn_once("lossy acceptance: the output differs from the model's own")
         drafter = self.drafter(request, options, load)
         least, start = state.hidden.least_rows, len(state.committed(0))
         counts = range(least, 1 + max(least, options.widest_pass if options.speculate else 1))
@@ -334,17 +335,12 @@ class Runtime:
     def _refusal(self, options: SpeculationOptions) -> str | None:
         """Why nothing may be drafted, for the user, or None."""
         if self.backbone.dtype == torch.float16 and not self._is_pinned(options):
-            self._warn(
+            self._warn_once(
                 "no drafts in float16: passes of several rows round differently, so drafts would "
                 "change the text. Load the model in bfloat16 or float32, or set pinned"
             )
             return "passes of several rows round differently in float16"
         return self.backbone.mixing
-
-    def _warn(self, message: str) -> None:
-        if message not in self._warnings:
-            self._warnings.add(message)
-            logger.warning(message)
 
     def _is_pinned(self, options: SpeculationOptions) -> bool:
         """Whether drafts cannot change bits: by the option, or by the kernels themselves."""

@@ -224,8 +224,7 @@ def quick_costs(
     passes, works = _by_rows(backbone, _QUICK_CONTEXT, _QUICK_ROWS)
     row_counts = sorted(works)
     if heads is not None:
-        hidden = backbone.embed(passes.ids[:1])
-        works[0] = _question(backbone, heads, hidden, passes.context)
+        works[0] = _question(backbone, heads, backbone.embed(passes.ids[:1]), passes.context)
     start = now()
     laps = Clock(backbone.device, 1, now).laps(works)
     while now() - start < _QUICK_S:
@@ -263,8 +262,7 @@ def _question(
         if heads.looks_ahead:
             return (yield AskAhead(heads, hidden, 1.0, 1))
         head = cast("ExitHead", heads.by_layer[str(layer)])
-        deep = hidden if heads.reads_deep else None
-        return (yield Ask(backbone, head, inputs, deep, 1.0, 1))
+        return (yield Ask(backbone, head, inputs, hidden if heads.reads_deep else None, 1.0, 1))
 
     return lambda: run_alone(steps())
 

@@ -29,29 +29,25 @@ if TYPE_CHECKING:
 
 # --- processors and criteria of a batch, adapted to one of its rows
 
-# transformers' processors whose calls do not affect each other
-STATELESS = frozenset(
-    {
-        *("EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor"),
-        *("EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty"),
-        *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor"),
-        *("InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor"),
-        *("MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor"),
-        *("NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor"),
-        *("SequenceBiasLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor"),
-        *("SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopHLogitsWarper"),
-        *("TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
-        "WatermarkLogitsProcessor",  # its generator is seeded anew for each row and call
-    }
-)
-
-# those that read scores alone: neither the ids before a token nor which token has which score
+# transformers' processors that read neither the ids before a token nor which token has which score
 _WARPERS = frozenset(
     {
         *("EpsilonLogitsWarper", "EtaLogitsWarper", "MinPLogitsWarper", "TemperatureLogitsWarper"),
         *("TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper"),
     }
 )
+
+# those whose calls do not affect each other
+STATELESS = _WARPERS | {
+    *("EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor"),
+    *("ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor"),
+    *("ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization"),
+    *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor"),
+    *("NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor"),
+    *("RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor"),
+    *("SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor"),
+    "WatermarkLogitsProcessor",  # its generator is seeded anew for each row and call
+}
 
 
 def processor_for(processor: Any, row: int, rows: int) -> Any:
@@ -339,7 +335,7 @@ class Sampler:
         `torch.multinomial` is not used: it draws an exponential number for each of [V].
         """
         if self.seed is not None and place is not None:
-            order, _, share = _race(probs, mixed_seed(self.seed, place - self.pad), tokens)
+            order, _, share = _race(probs, self.seed, place - self.pad, tokens)
             if order[0] != _OTHERS:
                 return order[0]
             others = probs.index_fill(0, probs.topk(min(_RACING, len(probs))).indices, 0.0)
@@ -359,7 +355,7 @@ class Sampler:
         judges greedy drafts.
         """
         assert self.seed is not None  # noqa: S101  # only called with a seed
-        racing, times, _ = _race(probs, mixed_seed(self.seed, place - self.pad), tokens)
+        racing, times, _ = _race(probs, self.seed, place - self.pad, tokens)
         shares = (times[0] / times) ** (self.temperature / doubt)
         odds = zip(racing, (shares / shares.sum()).tolist(), strict=True)
         pairs = [(token, chance) for token, chance in odds if token != _OTHERS][:count]
@@ -392,8 +388,7 @@ class Sampler:
         return sampler.seeded((self.seed + row) & _BITS, self.generator.device)
 
     def seeded(self, seed: int, device: torch.device) -> Sampler:
-        generator = torch.Generator(device).manual_seed(seed)
-        return replace(self, seed=seed, generator=generator)
+        return replace(self, seed=seed, generator=torch.Generator(device).manual_seed(seed))
 
 
 def _pick(probs: Tensor, share: Tensor) -> int:
@@ -410,12 +405,12 @@ _OTHERS, _WHICH = -1, -2  # pseudo token ids: the others as one, and the choice 
 
 
 def _race(
-    probs: Tensor, number: int, tokens: Tensor | None = None
+    probs: Tensor, seed: int, place: int, tokens: Tensor | None = None
 ) -> tuple[list[int], np.ndarray[Any, Any], float]:
     """Tokens of [V] sorted by arrival time, fastest first, these times, and a share for `_pick`.
 
     A time is an exponential variable divided by the token's probability. The variable depends on
-    the token id and `number` alone, so two distributions with one number mostly share the winner.
+    the token id, `seed` and `place` alone, so two distributions mostly share the winner.
     """
     count = min(_RACING, len(probs))
     best = probs.topk(count)
@@ -425,18 +420,13 @@ def _race(
     total, best_total = numbers[-2:]
     _check_whole(total)
     ids = np.array([*numbers[count:-2], _OTHERS, _WHICH]).astype(np.int64)
-    shares = _uniform(number, ids)
+    number = _splitmix64(_splitmix64(seed, 0), place)  # any bit changes half of its bits
+    bits = _splitmix64(number, (ids - _WHICH).astype(np.uint64)) >> 11
+    shares = (bits.astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
     with np.errstate(divide="ignore"):
         times = -np.log(shares[:-1]) / np.array([*numbers[:count], max(total - best_total, 0.0)])
     order = times.argsort()[: np.isfinite(times).sum()]
     return ids[order].tolist(), times[order], float(shares[-1])
-
-
-def _uniform(number: int, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A number in (0, 1) for each of `ids`, which are >= -2."""
-    bits = _splitmix64(number, (ids + 2).astype(np.uint64)) >> 11
-    shares: np.ndarray[Any, Any] = (bits.astype(np.float64) + 0.5) * 2.0**-53
-    return shares
 
 
 def _check_whole(total: float) -> None:
@@ -445,11 +435,6 @@ def _check_whole(total: float) -> None:
             "the scores are no distribution to draw from: all tokens are ruled out, or a score is "
             "NaN or infinite. Check temperature, guidance_scale and logits_processor"
         )
-
-
-def mixed_seed(seed: int, place: int) -> int:
-    """A 64-bit seed for one position; each bit of `seed` or `place` changes half of its bits."""
-    return int(_splitmix64(_splitmix64(seed, 0), place))
 
 
 def _splitmix64(number: Any, step: Any) -> Any:

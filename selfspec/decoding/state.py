@@ -18,7 +18,7 @@ from torch import Tensor
 from selfspec.decoding.acceptance import Draft, Target
 from selfspec.decoding.stats import Stopwatch
 from selfspec.errors import InvalidDraft
-from selfspec.heads.attending import AttendingHeads
+from selfspec.heads.attending import AttendingHeads, Attention
 from selfspec.heads.exit_heads import ExitHeads
 from selfspec.heads.heads import Answer, ExitHead, Signal, joined, scored
 from selfspec.model.backbone import Backbone
@@ -123,8 +123,7 @@ class Run(Work):
         parents = self.parents
         if parents is not None:
             parents = [*parents, *range(len(parents) - 1, count - 1)]
-        start = self.kv.length(self.first)
-        return Rows.of(self.kv, start, count, self.hidden.device, parents)
+        return Rows.of(self.kv, self.kv.length(self.first), count, self.hidden.device, parents)
 
 
 @dataclass(eq=False)
@@ -210,7 +209,6 @@ class Enter(Work):
 
 
 def no_work(result: Result) -> Steps[Result]:
-    """Steps that need no work and return `result`."""
     return result
     yield  # makes this a generator
 
@@ -227,7 +225,6 @@ def run_alone(steps: Steps[Result]) -> Result:
 
 
 def do_alone(work: Work) -> Any:
-    """Do one work while no other waits; returns its result."""
     (result,) = work.do([work], [])
     return result
 
@@ -301,7 +298,6 @@ class HiddenCache:
 
     @property
     def row_count(self) -> int:
-        """The number of rows queued in this round."""
         return len(self._parents)
 
     def push(self, embeddings: Tensor, parents: Sequence[int] | None = None) -> None:
@@ -408,12 +404,9 @@ class DecodeState:
         self.kv = KVCache(backbone.num_layers) if kv is None else kv
         layers = () if heads is None else heads.layers
         self.hidden = HiddenCache(backbone, self.kv, exit_layers, pinned_rows, layers)
-        device, embed = backbone.device, backbone.embed
-        self.attention = (
-            heads.attention(lambda ids: embed(ids.to(device)))
-            if isinstance(heads, AttendingHeads)
-            else None
-        )
+        self.attention: Attention | None = None
+        if isinstance(heads, AttendingHeads):
+            self.attention = heads.attention(lambda ids: backbone.embed(ids.to(backbone.device)))
         self.pad = pad
         self._committed: list[int] = ids[0, pad:].tolist()
         self._judged_rows = 0  # rows of the round whose logits give the next committed tokens

@@ -56,8 +56,7 @@ class DraftCache:
         self._hidden.push((yield Embed(self.backbone, inputs)))
         hidden = yield from self._hidden.advance_all()
         self._cached_ids += ids
-        target = yield from self._hidden.unembed(hidden[-1:])
-        logits = target.row(0)
+        logits = (yield from self._hidden.unembed(hidden[-1:])).logits
         missing = self._vocab_size - logits.shape[1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 

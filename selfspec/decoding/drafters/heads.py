@@ -13,13 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.decoding.acceptance import Draft
-from selfspec.decoding.drafters.base import (
-    ROOT,
-    ChoosingDrafter,
-    Drafting,
-    DraftWriter,
-    Likeliest,
-)
+from selfspec.decoding.drafters.base import ROOT, ChoosingDrafter, Drafting, DraftWriter, Likeliest
 from selfspec.decoding.sampling import DraftToken, Sampler
 from selfspec.decoding.state import Ask, AskAhead, DecodeState, Embed, Steps, do_alone
 from selfspec.decoding.stats import EXIT, Ended, Stopwatch
@@ -245,8 +239,7 @@ class ExitDrafter(ChoosingDrafter):
         row = backbone.embed(upload([0], backbone.device))
         for layer in self._judge.thresholds:
             head = cast("ExitHead", self.heads.by_layer[str(layer)])
-            deep = row if head.reads_deep else None
-            do_alone(self._question(backbone, head, layer, row, deep))
+            do_alone(self._question(backbone, head, layer, row, row if head.reads_deep else None))
 
     def _question(
         self, backbone: Backbone, head: ExitHead, layer: int, hidden: Tensor, deep: Tensor | None

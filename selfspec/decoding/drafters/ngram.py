@@ -106,8 +106,7 @@ class NgramDrafter(PacedDrafter):
         chances = list(accumulate(rates, mul))
         length = self._best_length(chances)
         if sum(chances[:length]) > rival:
-            rows = zip(self._guess[:length], rates, chances, strict=False)
-            for token, rate, chance in rows:
+            for token, rate, chance in zip(self._guess[:length], rates, chances, strict=False):
                 writer.add(DraftToken(token, chance=chance), rate)
                 if not writer.room:
                     break

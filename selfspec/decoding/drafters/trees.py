@@ -127,15 +127,6 @@ class _Node(NamedTuple):
     child: int | None  # index of that child, if any
 
 
-class _Offer(NamedTuple):
-    """A guess that may become a token of the tree."""
-
-    chance: float  # probability of the whole path; includes the estimates of prompt lookup
-    prob: float  # the head's probability of this token after its parent
-    parent: int
-    token: int
-
-
 class TreeDrafter(PacedDrafter):
     """Grows a tree per round. Needs lossless acceptance and an executor that runs trees."""
 
@@ -209,8 +200,7 @@ class TreeDrafter(PacedDrafter):
                 self._draft.heads += 1
                 self._steps += self._cost.head_call
             self._was_asked = True
-            indices = [node.at for node in nodes]
-            answers = yield from self._guesser.ask(self._draft, indices, watch)
+            answers = yield from self._guesser.ask(self._draft, [node.at for node in nodes], watch)
             level = self._add(nodes, answers)
             if level and all(map(self._is_end, level)):
                 self._draft.ended = "eos"
@@ -248,7 +238,7 @@ class TreeDrafter(PacedDrafter):
 
     def _add(self, nodes: Sequence[_Node], answers: Sequence[Likeliest]) -> list[int]:
         """Add the guesses that pay; returns the next level, including the trunk's tokens."""
-        level, offers = [], []
+        level, offers = list[int](), list[tuple[float, float, int, int]]()
         for node, guesses in zip(nodes, answers, strict=True):
             if guesses.chances:
                 self._chances.append(guesses.chances[0])
@@ -259,11 +249,12 @@ class TreeDrafter(PacedDrafter):
                 self._path_probs[node.child] = self._path_probs.get(node.at, 0.0) * child_chance
             share = node.free / max(1.0 - child_chance, _ROUNDING)
             offers += [
-                _Offer(min(share * prob, node.free), prob, node.at, token)
+                (min(share * prob, node.free), prob, node.at, token)
                 for token, prob in zip(guesses.tokens, guesses.chances, strict=True)
             ]
+        # the whole path's chance, by prompt lookup too, and the head's probability after the parent
         proposed, source = self._draft.proposed, self._guesser.source
-        for chance, prob, parent, token in sorted(offers, key=lambda offer: -offer.chance):
+        for chance, prob, parent, token in sorted(offers, key=lambda offer: -offer[0]):
             if self._is_full or chance <= self._least_chance:
                 break
             at = len(proposed)
