@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,9 @@ class AttendingHeads(ExitHeads):
     ) -> None:
         """`tensors`: those of the file, named as in the speculators format. Raises InvalidHeads."""
         nn.Module.__init__(self)
-        self.config, self.folder = config, None
+        self.config, self.folder, self.looks_ahead = config, None, False
+        self.reads_deep = False  # its states of deep layers are handled separately
+        self.feeds_itself = True  # the layer's output replaces states that are not known yet
         self.layers: Sequence[int] = config.state_layers or ()
         weight, ids = unembedding.weight, _draft_ids(tensors, config)
         self.parts: Any = meta_modules(config, embeddings="embed_tokens.weight" in tensors)
@@ -138,16 +141,14 @@ class AttendingHeads(ExitHeads):
         weights = [*self.parts.named_parameters(), *self.head.named_parameters()]
         self.nbytes = sum(param.nbytes for name, param in weights if not name.startswith("embed_"))
         """Bytes of the weights that a draft token reads; 8-bit copies reduce them."""
-        self._texts: deque[Attention] = deque(maxlen=_TEXTS)
+        self.texts: deque[Attention] = deque(maxlen=_TEXTS)
+        """Remembered texts, whose rows later texts with the same prefix copy; newest last."""
 
     def __getitem__(self, layer: int) -> Any:
         raise InvalidOption(
             f"these heads attend to the whole text, none of them reads exit layer {layer} by "
             "itself. Give heads of another type"
         )
-
-    reads_deep = False  # its states of deep layers are handled separately
-    feeds_itself = True  # the layer's output replaces states that are not known yet
 
     @classmethod
     def fresh(
@@ -163,8 +164,7 @@ class AttendingHeads(ExitHeads):
         for branch in (parts["layers"][0].self_attn.o_proj, parts["layers"][0].mlp.down_proj):
             nn.init.zeros_(branch.weight)
         tensors = parts.state_dict()
-        rows = DraftVocabulary.of(unembedding, draft_ids).rows
-        tensors["lm_head.weight"] = rows.clone()
+        tensors["lm_head.weight"] = DraftVocabulary.of(unembedding, draft_ids).rows.clone()
         tensors["norm.weight"] = _scale(unembedding)
         return cls(config, unembedding, tensors | _vocabulary(draft_ids, config.vocab_size))
 
@@ -198,8 +198,7 @@ class AttendingHeads(ExitHeads):
             return torch.cat([part.attend(q, k, v) for part, q, k, v in parts], 1)
 
         embedded = rows[0].text.embed(both[0])
-        output = self.layer(embedded[None], states[None], both[1], attend)
-        return list(output[0].split(counts))
+        return list(self.layer(embedded[None], states[None], both[1], attend)[0].split(counts))
 
     def layer(
         self,
@@ -234,9 +233,9 @@ class AttendingHeads(ExitHeads):
     def attention(self, embed: Callable[[Tensor], Tensor]) -> Attention:
         """The state of a new text; `embed`: the model's, for heads without their own embedding."""
         text = Attention(self, self.embed if "embed_tokens" in self.parts else embed)
-        self._texts.append(text)
-        while sum(len(one.ids) for one in list(self._texts)) > _REMEMBERED:
-            self._texts.popleft()
+        self.texts.append(text)
+        while sum(len(one.ids) for one in list(self.texts)) > _REMEMBERED:
+            self.texts.popleft()
         return text
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -245,10 +244,6 @@ class AttendingHeads(ExitHeads):
         embeddings: Tensor = table(ids.to(table.weight.device).clamp(max=table.num_embeddings - 1))
         return embeddings
 
-    def longest_match(self, ids: Sequence[int]) -> Attention | None:
-        """The remembered text with the longest prefix in common with `ids`, or None."""
-        return max(list(self._texts), key=lambda text: common_prefix(text.ids, ids), default=None)
-
     def tensors(self) -> dict[str, Tensor]:
         """The weights, named as in the speculators format."""
         head = {"norm.weight": self.head.norm.weight, "lm_head.weight": self.head.rows}
@@ -256,7 +251,6 @@ class AttendingHeads(ExitHeads):
         return {**self.parts.state_dict(), **head, **ids}
 
     def part(self, layer: int) -> nn.Module:  # noqa: ARG002  # the base's; there is one
-        """All modules."""
         return self
 
     def twin(self, unembedding: Unembedding) -> AttendingHeads:
@@ -322,9 +316,9 @@ class Attention:
         """How many of the first `cached` positions to keep: rows are copied from a similar text."""
         if self.ids:
             return min(len(self.ids), cached)
-        other = self.heads.longest_match(ids[1:])
-        rows = 0 if other is None else min(common_prefix(other.ids, ids[1:]), cached)
-        if rows and other is not None:
+        lengths = ((common_prefix(text.ids, ids[1:]), text) for text in list(self.heads.texts))
+        length, other = max(lengths, key=itemgetter(0), default=(0, self))
+        if rows := min(length, cached):
             self.kv.update(*other.kv.first(rows, 0), 0)
             self.ids = other.ids[:rows]
         return rows

@@ -60,9 +60,8 @@ class HeadsConfig(HeadsFields):
     @classmethod
     def read(cls, folder: Path) -> Self:
         """The config of a folder. Raises HeadsNotFound or InvalidHeads."""
-        values = read_config(folder)
         try:
-            return record_of(cls, values)
+            return record_of(cls, read_config(folder))
         except InvalidOption as error:
             path = Path(folder) / CONFIG_FILE
             raise InvalidHeads(f"{path} is not a config of exit heads: {error}") from error
@@ -137,6 +136,11 @@ class ExitHeads(nn.Module):
         self.config = config
         self.folder: Path | None = None  # the folder that they were read from
         head_type = HEAD_TYPES[config.head_type]
+        self.looks_ahead = head_type.looks_ahead  # each head is for a token further ahead
+        self.feeds_itself = head_type.reads_deep
+        """Whether later drafts of a round read the heads' features of the previous token."""
+        self.reads_deep = self.looks_ahead or self.feeds_itself
+        """Whether the heads read the output of layer L one position earlier."""
         draft_ids = _checked_draft_ids(draft_ids, config, unembedding)
         vocabulary = DraftVocabulary.of(unembedding, draft_ids)
         # heads that look ahead follow the first of them, at 0, in order
@@ -160,11 +164,6 @@ class ExitHeads(nn.Module):
         """One of the heads: all have the same draft vocabulary."""
         return cast("ExitHead", next(iter(self.by_layer.values())))
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether each head is for a token further ahead."""
-        return self.config.num_heads is not None
-
     def features_ahead(self, states: Tensor) -> Tensor:
         """[n, d] -> features of all K heads that look ahead, [n * K, d], grouped by row."""
         features = [cast("ExitHead", head).features(states) for head in self.by_layer.values()]
@@ -186,16 +185,6 @@ class ExitHeads(nn.Module):
                 "them"
             )
         return tuple(layer for layer in layers if depth is None or layer <= depth)
-
-    @property
-    def reads_deep(self) -> bool:
-        """Whether the heads read the output of layer L one position earlier."""
-        return self.looks_ahead or self.feeds_itself
-
-    @property
-    def feeds_itself(self) -> bool:
-        """Whether later drafts of a round read the heads' features of the previous token."""
-        return HEAD_TYPES[self.config.head_type].reads_deep
 
     def save(self, folder: Path, others: Mapping[str, bytes | str] | None = None) -> None:
         """Write `config.json`, `model.safetensors` and the files `others` by name.

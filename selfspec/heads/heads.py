@@ -127,8 +127,7 @@ class ExitHead(nn.Module, ABC):
         if (packed := self._packed_for(hidden)) is None:
             features = self.features(hidden, deep)
             return features, self.unembed(features)
-        beside = widened(deep, hidden, self.deep_size)
-        features, logits = packed.ask(hidden, beside)
+        features, logits = packed.ask(hidden, widened(deep, hidden, self.deep_size))
         return features, self._finish(logits)
 
     def unembed(self, features: Tensor) -> Tensor:
@@ -199,7 +198,6 @@ class LinearHead(ExitHead):
 
     @property
     def rows(self) -> Tensor:
-        """[V_draft, d]: its own."""
         return self.weight
 
 
@@ -380,8 +378,7 @@ def joined(deep: Sequence[Tensor | None], hidden: Sequence[Tensor], width: int) 
     """The `deep` of many sequences' rows, joined and padded; None if no sequence has any."""
     if all(part is None for part in deep):
         return None
-    pairs = zip(deep, hidden, strict=True)
-    return torch.cat([widened(part, row, width) for part, row in pairs])
+    return torch.cat([widened(*pair, width) for pair in zip(deep, hidden, strict=True)])
 
 
 # --- the exit judge
