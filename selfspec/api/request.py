@@ -283,8 +283,7 @@ def prepare(
         reason = first_line(error)
         advice = "Change that option, or leave it out, of the model's generation_config too"
         raise InvalidOption(f"{reason}. {advice}") from error
-    fields = {"logprobs": logprobs, "tokenizer": tokenizer}
-    request = from_prepared(backbone, *prepared, seed=seed, **fields)
+    request = from_prepared(backbone, *prepared, seed=seed, logprobs=logprobs, tokenizer=tokenizer)
     if grammar is None:
         return request
     processors = LogitsProcessorList(request.sampler.processors)

@@ -286,8 +286,7 @@ class Speculator:
         keywords = {**options, **self.ending(options, end)}
         if strings := keyword_value(self.model, keywords, "stop_strings"):
             stop_strings(self.tokenizer, strings)
-        grammar = grammar_of(options)
-        if grammar is not None:
+        if (grammar := grammar_of(options)) is not None:
             ends = keyword_value(self.model, keywords, "eos_token_id")
             self._grammars.mask(grammar, templates.as_list(ends))
 
@@ -308,10 +307,9 @@ class Speculator:
 
 def _cut(options: Mapping[str, Any], number: int) -> Any:
     """Keywords with the processors and criteria of prompt `number`, from their `for_row` if any."""
-    names = ("logits_processor", "stopping_criteria")
     return {
         name: [func.for_row(number) if hasattr(func, "for_row") else func for func in options[name]]
-        for name in names
+        for name in ("logits_processor", "stopping_criteria")
         if options.get(name)
     }
 

@@ -141,8 +141,7 @@ def _gptq_method(config: Mapping[str, Any]) -> Method:
         raise ValueError(
             f"GPTQ of {config.get('bits')} bits as {form}, or by layer, is not read here"
         )
-    read = partial(_read_gptq, bits=bits, offset=int(form == "gptq"))
-    return Method(bits, ".qweight", read)
+    return Method(bits, ".qweight", partial(_read_gptq, bits=bits, offset=int(form == "gptq")))
 
 
 def _read_gptq(

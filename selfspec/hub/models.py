@@ -466,8 +466,7 @@ def list_heads() -> list[Path]:
 
 def heads_name(folder: Path) -> str:
     """The value of `--heads` for a folder: its name if it is in `list_heads`, else its path."""
-    names = (name for name, place in _heads_by_name().items() if place == folder)
-    return next(names, str(folder))
+    return next((name for name, at in _heads_by_name().items() if at == folder), str(folder))
 
 
 def _heads_by_name() -> dict[str, Path]:
