@@ -152,13 +152,12 @@ class Backbone(Decoder):
         `states` collect the outputs of layers in between, by layer, in parts of rows. Raises
         UnsupportedModel for a tree if the model runs no trees.
         """
-        executor = self._executor
         if not rows.are_chains and self._trees_error is not None:
             raise self._trees_error
         layers = sorted(layer for layer in states or () if first < layer < last)
-        run = executor.run
+        run = self._executor.run
         if layers and self.claims.keeps_states:
-            run = partial(cast("FusedExecutor", executor).run, states=states)
+            run = partial(cast("FusedExecutor", self._executor).run, states=states)
         elif states is not None:
             for layer in layers:
                 hidden = self.run(hidden, first, layer, rows)

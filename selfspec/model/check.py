@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -63,8 +63,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         home = getattr(model, method).__module__
         if not home.startswith("transformers."):
             lora = " (with LoRA wrap its get_base_model())" if home.startswith("peft.") else ""
-            reason = f"{words} by code of {home}, which is not called here{lora}"
-            raise unsupported(model, reason)
+            raise unsupported(model, f"{words} by code of {home}, which is not called here{lora}")
 
 
 def _uncompiled(model: PreTrainedModel) -> Any:
@@ -88,12 +87,10 @@ def captured_outputs(
         outputs[layer] = output[0] if isinstance(output, tuple) else output
         done(layer)
 
-    handles = [layer.register_forward_hook(hook) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(hook))
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Passage(NamedTuple):

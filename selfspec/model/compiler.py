@@ -89,8 +89,7 @@ def make_library(library: Path, source: Path, macro: str, target: Target) -> Non
     """
     with tempfile.TemporaryDirectory() as folder:
         object_file, linked = Path(folder) / "made.o", Path(folder) / "made.so"
-        options = (*_FLAGS, *target.flags.split(), macro)
-        _run(*options, "-c", str(source), "-o", str(object_file))
+        _run(*_FLAGS, *target.flags.split(), macro, "-c", str(source), "-o", str(object_file))
         _run("-shared", str(object_file), "-o", str(linked))
         shutil.copyfile(linked, library)  # on a full disk this error is clearer than the linker's
 

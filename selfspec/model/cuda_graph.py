@@ -426,8 +426,7 @@ class CudaGraphExecutor:
         by_row = torch.tensor(lanes).repeat_interleave(counts)
         visible = torch.block_diag(*map(ancestors, trees)).long()
         tree = torch.cat([visible, torch.tensor(numbers), roots[None], by_row[None]])
-        pinned = tree.pin_memory() if self._tree.is_cuda else tree
-        self._tree.copy_(pinned, non_blocking=True)
+        self._tree.copy_(tree.pin_memory() if self._tree.is_cuda else tree, non_blocking=True)
         self._uploaded_trees = planted
 
     def _set_places(self, spans: Sequence[Span], first: int, count: int) -> None:

@@ -55,10 +55,7 @@ class Executor(Protocol):
     """Runs a range of decoder layers on a block of rows, and the unembedding."""
 
     claims: Claims
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights that a row reads, as kept: all layers' and the unembedding's."""
+    weight_bytes: int  # of the weights that a row reads, as kept: all layers' and the unembedding's
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         """Run [T, d] through layers first+1..last; adds T positions to the KV caches."""
@@ -106,8 +103,7 @@ def as_mask(visible: Tensor, config: PreTrainedConfig, like: Tensor) -> Tensor:
     """[T, S] bool -> [1, 1, T, S] for the model's attention; `like`: for dtype and device."""
     visible = visible.to(like.device)
     if config._attn_implementation == "eager":
-        lowest = torch.finfo(like.dtype).min
-        visible = torch.where(visible, like.new_zeros(()), lowest)
+        visible = torch.where(visible, like.new_zeros(()), torch.finfo(like.dtype).min)
     return visible[None, None]
 
 
@@ -127,12 +123,8 @@ class GenericExecutor:
         self.decoder = decoder
         self._lm_head = lm_head
         self.layer_types = attention_types(decoder.config)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all layers, the final norm and lm_head; shared weights count once."""
-        parts = nn.ModuleList([self.decoder.layers, self.decoder.norm, self._lm_head])
-        return sum(weight.nbytes for weight in parts.parameters())
+        parts = nn.ModuleList([decoder.layers, decoder.norm, lm_head])
+        self.weight_bytes = sum(weight.nbytes for weight in parts.parameters())  # shared ones once
 
     def run(self, hidden: Tensor, first: int, last: int, rows: Rows) -> Tensor:
         span, block, positions = rows.span, hidden[None], rows.positions[None]

@@ -284,8 +284,7 @@ def require_own_code(decoder: DecoderParts, lm_head: nn.Module) -> None:
     config: Any = decoder.config
     attention = config._attn_implementation
     _require(attention in ("sdpa", "eager"), f"attention is {attention}, expected sdpa or eager")
-    module = getattr(ALL_ATTENTION_FUNCTIONS.get("sdpa"), "__module__", "")
-    built_in = module.startswith(_OWN)
+    built_in = getattr(ALL_ATTENTION_FUNCTIONS.get("sdpa"), "__module__", "").startswith(_OWN)
     _require(attention == "eager" or built_in, "another sdpa attention is registered")
     _require(getattr(config, "is_causal", True) is not False, "attention is not causal")
     others = set(attention_types(config)) - {FULL, SLIDING}

@@ -303,13 +303,12 @@ def recipe_of(decoder: DecoderParts, layer: Any, kind: str, dtype: torch.dtype) 
         None if name is None else norm_of(getattr(layer, name), decoder.config.hidden_size, dtype)
         for name in places
     ]
-    parallel = places[2:] == (None, None)
     return Recipe(
         attention=_attention(decoder, getattr(layer, attention), kind, dtype),
         mlp=_mlp(layer.mlp, dtype),
         input_norms=(norms[0], norms[2]),
         output_norms=(norms[1], norms[3]),
-        parallel=bool(getattr(layer, "use_parallel_residual", parallel)),
+        parallel=bool(getattr(layer, "use_parallel_residual", places[2:] == (None, None))),
         factor=float(getattr(layer, "residual_multiplier", 1.0)),
     )
 

@@ -37,6 +37,7 @@ from selfspec.model import compiler
 from selfspec.model.compiler import MACROS, PANEL, SOURCE
 
 logger = logging.getLogger(__name__)
+_log_once = cache(logger.log)
 
 # --- as many threads as there are free cores
 
@@ -222,11 +223,6 @@ def _is_whole(library: Path) -> bool:
         kind, start, size, count = struct.unpack_from("<4s36xQ10xHH", data := library.read_bytes())
         return bool(kind != b"\x7fELF" or len(data) >= start + size * count)
     return False
-
-
-@cache
-def _log_once(level: int, text: str, *values: object) -> None:
-    logger.log(level, text, *values)
 
 
 def _load(library: Path) -> ctypes.CDLL:
