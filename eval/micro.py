@@ -242,7 +242,7 @@ def passes(
     loaded = {"blocks": Backbone(load_model(model, dtype=dtype, blocks=True)[0])}
     if numbers:
         loaded["numbers"] = Backbone(load_model(model, dtype=loaded["blocks"].dtype)[0])
-    runs = {name: Passes(backbone, in_front, most=max(counts)) for name, backbone in loaded.items()}
+    runs = {name: Passes(backbone, in_front, counts) for name, backbone in loaded.items()}
     gguf = model or default_model_file()
     with worker(LLAMA, python, gguf, threads, in_front + max(counts)) as ask:
         ids = runs["blocks"].ids.tolist()

@@ -119,13 +119,13 @@ def step_speed(
 ) -> StepSpeed:
     """Measure steps after `context` tokens, or as many as the model allows; takes a few seconds."""
     clock = clock or Clock(backbone.device, _STEP_REPEATS)
-    passes, works = _by_rows(backbone, context, ROWS)
+    passes = Passes(backbone, context, ROWS)
     return StepSpeed(
         context_tokens=passes.context,
         weight_bytes=backbone.weight_bytes,
         kv_bytes=passes.context * backbone.position_bytes,
         memory_bytes_per_s=memory_rate(clock),
-        rows_s=clock.seconds(works),
+        rows_s=clock.seconds(passes.works),
     )
 
 
@@ -179,26 +179,23 @@ class Behind:
 
 
 class Passes(Behind):
-    """Passes of up to `most` rows after one context."""
+    """Passes of `counts` rows after `context` tokens, or as many as the model has room for."""
 
-    def __init__(self, backbone: Backbone, context: int, *, most: int) -> None:
+    def __init__(self, backbone: Backbone, context: int, counts: Sequence[int]) -> None:
+        room, most = backbone.max_positions, max(counts)
+        context = max(1, min(context, room - most))
         # ids of the context, then of the rows
         self.ids = torch.arange(context + most, device=backbone.device) % backbone.vocab_size
+        self.counts = [rows for rows in counts if rows == 1 or context + rows <= room]
         super().__init__(backbone, [self.ids[:context]])
 
     def run(self, rows: int) -> list[int]:
         """The best token after each of `rows` rows, read back; leaves the KV cache unchanged."""
         return self.target(self.ids[self.context :][:rows]).best
 
-
-def _by_rows(
-    backbone: Backbone, context: int, counts: Sequence[int]
-) -> tuple[Passes, dict[int, Callable[[], object]]]:
-    """Passes by rows, after `context` tokens or as many as the model has room for."""
-    room = backbone.max_positions
-    passes = Passes(backbone, max(1, min(context, room - max(counts))), most=max(counts))
-    sizes = (rows for rows in counts if rows == 1 or passes.context + rows <= room)
-    return passes, {rows: partial(passes.run, rows) for rows in sizes}
+    @property
+    def works(self) -> dict[int, Callable[[], object]]:
+        return {rows: partial(self.run, rows) for rows in self.counts}
 
 
 # --- costs of a model and its heads
@@ -221,8 +218,8 @@ def quick_costs(
     Uses the faster half of the passes: other load on the machine only makes passes longer. If other
     programs keep it busy, only the fastest, and all rows are given one cost.
     """
-    passes, works = _by_rows(backbone, _QUICK_CONTEXT, _QUICK_ROWS)
-    row_counts = sorted(works)
+    passes = Passes(backbone, _QUICK_CONTEXT, _QUICK_ROWS)
+    works, row_counts = passes.works, sorted(passes.counts)
     if heads is not None:
         works[0] = _question(backbone, heads, backbone.embed(passes.ids[:1]), passes.context)
     start = now()

@@ -291,10 +291,10 @@ class Sampler:
             candidates, tokens = self.candidates(ids, logits)
             return DraftToken(self.draw(candidates, ids.shape[1], tokens))
         scores = self.scores(ids, logits)
-        probs = scores[0].softmax(-1) if self.do_sample or believe else None
-        if self.do_sample and probs is not None:
+        if self.do_sample:
+            probs = scores[0].softmax(-1)
             return DraftToken(self.draw(probs, ids.shape[1]), probs=probs, belief=probs)
-        return DraftToken(int(scores.argmax(-1)), belief=probs)
+        return DraftToken(int(scores.argmax(-1)), belief=scores[0].softmax(-1) if believe else None)
 
     def candidates(
         self, ids: Tensor, logits: Tensor, tokens: Tensor | None = None

@@ -130,7 +130,7 @@ def test_expensive_drafts_begin_with_a_pause_until_they_pay(share: float, texts:
     wrong, right = while_paying(dear), while_paying(dear)
     load.texts = texts
     cost = texts * share + share * (1 + ASKING_ONE_MORE * (texts - 1))  # rows, and one call
-    assert dear.per_token == pytest.approx(cost / (1 + (texts - 1) * share))
+    assert dear.row_costs[0] + dear.head_call == pytest.approx(cost / (1 + (texts - 1) * share))
     assert runs(play(wrong, [False] * 300))[:6] == [LONGEST_PAUSE // 2, 1, 64, 1, 64, 1]
     if texts == 1:
         half = LONGEST_PAUSE // 2

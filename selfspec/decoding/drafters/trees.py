@@ -67,7 +67,8 @@ class Paying:
 
     def pauses(self) -> bool:
         """Whether this round does not draft; called once per round."""
-        if not self._begun and self._cost.per_token >= EXPENSIVE:  # the load is known from now on
+        cost = self._cost  # its load is known from the first round on
+        if not self._begun and cost.row_costs[0] + cost.head_call >= EXPENSIVE:
             self._gain, self._next_pause, self._pause_left = 0.0, LONGEST_PAUSE, LONGEST_PAUSE // 2
         self._begun = True
         pauses = self._pause_left > 0
