@@ -340,8 +340,8 @@ class Sampler:
                 return order[0]
             others = probs.index_fill(0, probs.topk(min(_RACING, len(probs))).indices, 0.0)
             return _pick(others, probs.new_tensor([share], dtype=torch.float64))
-        options: Any = {"dtype": torch.float64, "device": probs.device, "generator": self.generator}
-        return _pick(probs, torch.rand(1, **options))
+        number = torch.rand(1, dtype=torch.float64, device=probs.device, generator=self.generator)
+        return _pick(probs, number)
 
     def likely_draws(
         self, probs: Tensor, place: int, count: int, doubt: float, tokens: Tensor | None = None

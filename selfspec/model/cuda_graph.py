@@ -336,9 +336,13 @@ class CudaGraphExecutor:
         parts = list(hidden.split(counts))  # each is replaced by its output
         with self._lock:
             self._make_room(rows.spans, first)
-            queue = self._lane_order(rows.spans)
+            queue, lanes = list(range(len(parts))), self._slots.lanes
+            if 1 < len(queue) <= lanes:  # by lane, so that each pass spans few of them
+                queue.sort(key=self._slots.lend([span.kv for span in rows.spans]).__getitem__)
             while queue:
-                turn = queue[: self._shared_count([counts[at] for at in queue])]
+                # as many sequences share a pass as keep their bits
+                totals = accumulate(counts[at] for at in queue[:lanes])
+                turn = queue[: max(1, sum(total <= self._alike_rows for total in totals))]
                 queue = queue[len(turn) :]
                 block = parts[turn[0]] if len(turn) == 1 else torch.cat([parts[at] for at in turn])
                 output = self._pass(block, first, last, [rows.spans[at] for at in turn])
@@ -366,18 +370,6 @@ class CudaGraphExecutor:
                 if lanes == 1:
                     raise
                 lanes = self._most_lanes = lanes // 2
-
-    def _lane_order(self, spans: Sequence[Span]) -> list[int]:
-        """Order sequences by lane, so that each pass spans few lanes."""
-        order = list(range(len(spans)))
-        if 1 < len(spans) <= self._slots.lanes:
-            order.sort(key=self._slots.lend([span.kv for span in spans]).__getitem__)
-        return order
-
-    def _shared_count(self, counts: Sequence[int]) -> int:
-        """How many of the first sequences share a pass: one, or as many as keep their bits."""
-        totals = accumulate(counts[: self._slots.lanes])
-        return max(1, sum(total <= self._alike_rows for total in totals))
 
     def _pass(self, hidden: Tensor, first: int, last: int, spans: Sequence[Span]) -> Tensor:
         count, padded = len(hidden), _padded_count(len(hidden))

@@ -148,8 +148,8 @@ class GenericExecutor:
         layer_function: Callable[..., Tensor] = run_layer,
     ) -> Tensor:
         """Run [B, T, d] through layers first+1..last; `masks` by kind, `caches` by layer."""
-        if first == 0:
-            hidden = self.decoder.with_positions(hidden, positions)
+        if first == 0 and (embed := self.decoder.learned_positions) is not None:
+            hidden = hidden + embed(positions).to(hidden.device)
         rotations = self._rotations(hidden, positions, list(masks))
         shared: dict[str, Any] = {SHARED: {}} if self.decoder.shares else {}
         for layer in range(first, last):

@@ -123,12 +123,6 @@ class DecoderParts:
             return int(self.config.max_position_embeddings)
         return self.rotations_end
 
-    def with_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """[B, T, d] at boundary 0, `positions` [B, T] -> the input of layer 1, [B, T, d]."""
-        if self.learned_positions is None:
-            return hidden
-        return hidden + self.learned_positions(positions).to(hidden.device)
-
 
 class _DividedNorm(nn.Module):
     """A final norm, [.., d] -> [.., d], whose output is divided by a number."""
