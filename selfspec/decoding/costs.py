@@ -64,6 +64,11 @@ class DraftCost:
         texts = self.load.texts
         return self.head * (1 + ASKING_ONE_MORE * (texts - 1)) / whole_round(self.rows, texts)
 
+    @property
+    def per_token(self) -> float:
+        """The cost of an exit head's first draft token, without the layers below the exit."""
+        return self.row_costs[0] + self.head_call
+
     def of(self, draft: Draft) -> float:
         """The cost of `draft`, without tokens of `FREE` sources: these are drafted in any case."""
         origins = [(token.source, token.layer) for token in draft.proposed]

@@ -67,8 +67,7 @@ class Paying:
 
     def pauses(self) -> bool:
         """Whether this round does not draft; called once per round."""
-        cost = self._cost  # its load is known from the first round on
-        if not self._begun and cost.row_costs[0] + cost.head_call >= EXPENSIVE:
+        if not self._begun and self._cost.per_token >= EXPENSIVE:  # the load is known from now on
             self._gain, self._next_pause, self._pause_left = 0.0, LONGEST_PAUSE, LONGEST_PAUSE // 2
         self._begun = True
         pauses = self._pause_left > 0
@@ -126,6 +125,15 @@ class _Node(NamedTuple):
     at: int  # index of a token of the draft, or ROOT
     free: float  # its chance, minus the chance of its child in the trunk
     child: int | None  # index of that child, if any
+
+
+class _Offer(NamedTuple):
+    """A guess that may become a token of the tree."""
+
+    chance: float  # probability of the whole path; includes the estimates of prompt lookup
+    prob: float  # the head's probability of this token after its parent
+    parent: int
+    token: int
 
 
 class TreeDrafter(PacedDrafter):
@@ -201,7 +209,8 @@ class TreeDrafter(PacedDrafter):
                 self._draft.heads += 1
                 self._steps += self._cost.head_call
             self._was_asked = True
-            answers = yield from self._guesser.ask(self._draft, [node.at for node in nodes], watch)
+            indices = [node.at for node in nodes]
+            answers = yield from self._guesser.ask(self._draft, indices, watch)
             level = self._add(nodes, answers)
             if level and all(map(self._is_end, level)):
                 self._draft.ended = "eos"
@@ -239,7 +248,7 @@ class TreeDrafter(PacedDrafter):
 
     def _add(self, nodes: Sequence[_Node], answers: Sequence[Likeliest]) -> list[int]:
         """Add the guesses that pay; returns the next level, including the trunk's tokens."""
-        level, offers = list[int](), list[tuple[float, float, int, int]]()
+        level, offers = [], []
         for node, guesses in zip(nodes, answers, strict=True):
             if guesses.chances:
                 self._chances.append(guesses.chances[0])
@@ -250,12 +259,11 @@ class TreeDrafter(PacedDrafter):
                 self._path_probs[node.child] = self._path_probs.get(node.at, 0.0) * child_chance
             share = node.free / max(1.0 - child_chance, _ROUNDING)
             offers += [
-                (min(share * prob, node.free), prob, node.at, token)
+                _Offer(min(share * prob, node.free), prob, node.at, token)
                 for token, prob in zip(guesses.tokens, guesses.chances, strict=True)
             ]
-        # the whole path's chance, by prompt lookup too, and the head's probability after the parent
         proposed, source = self._draft.proposed, self._guesser.source
-        for chance, prob, parent, token in sorted(offers, key=lambda offer: -offer[0]):
+        for chance, prob, parent, token in sorted(offers, key=lambda offer: -offer.chance):
             if self._is_full or chance <= self._least_chance:
                 break
             at = len(proposed)
