@@ -280,7 +280,7 @@ def default_file() -> Path:
 def _read_yaml(file: Path, known: Iterable[str]) -> Args:
     """Read option names and values; dashes in names become underscores."""
     try:
-        content = files.read_yaml(file) or {}  # None: the file is empty
+        content = files.read_yaml(files.local_path(file)) or {}  # None: the file is empty
     except InvalidData as error:
         raise InvalidOption(f"cannot take the config: {error}") from error
     if not isinstance(content, dict):
@@ -475,7 +475,7 @@ def answer_options(args: Args) -> Args:
     check_ranges(options, config.GenerateOptions)
     for name, read in (("json_schema", files.read_json), ("grammar", files.read_text)):
         if name in options:
-            file, options[name] = options[name], read(Path(options[name]))
+            file, options[name] = options[name], read(files.local_path(options[name]))
             if options[name] is None:
                 raise InvalidOption(f"{file} holds null, expected a schema")
     if (grammar := config.grammar_of(options)) is not None:
@@ -589,7 +589,7 @@ def read_prompt(prompt: str | None, file: str | None = None, *, raw: bool = Fals
         if prompt is not None:
             data = prompt.encode("utf-8", "surrogateescape")  # as the shell gave it
         elif file is not None:
-            data = files.read_bytes(Path(file), MOST_PROMPT_BYTES)
+            data = files.read_bytes(files.local_path(file), MOST_PROMPT_BYTES)
         else:
             data = sys.stdin.buffer.read(MOST_PROMPT_BYTES + 1)
         if len(data) > MOST_PROMPT_BYTES:

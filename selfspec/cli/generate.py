@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -106,7 +105,7 @@ def answer_all(args: base.Given, options: dict[str, Any], *, more: bool) -> str:
         raise InvalidOption("--json and --stats: each line of --output has both. Leave them out")
     output, overwrite = base.check_file(args, args["output"]), args.get("overwrite", False)
     limits = {"most": args.get("concurrency", 32), "kv_memory": base.kv_memory(args)}
-    prompts = _read_prompts(Path(args["prompts"]), args.get("system"), raw=options["raw"])
+    prompts = _read_prompts(args["prompts"], args.get("system"), raw=options["raw"])
     base.check_template(args)
     with files.locked(output):
         files.check_file(output, overwrite=overwrite)  # another run may have written it meanwhile
@@ -151,9 +150,9 @@ def _num_tokens(lines: Mapping[int, Any]) -> int:
     return sum(len(line.get("token_ids", ())) for line in lines.values())
 
 
-def _read_prompts(path: Path, system: str | None, *, raw: bool) -> list[Messages]:
+def _read_prompts(path: str, system: str | None, *, raw: bool) -> list[Messages]:
     prompts: list[Messages] = []
-    for number, text in files.json_lines(path, base.MOST_PROMPT_BYTES):
+    for number, text in files.json_lines(files.local_path(path), base.MOST_PROMPT_BYTES):
         place = f"{path}, line {number}"
         match files.parse_json(text, place):
             case {"prompt": str(prompt), **others} if prompt.strip() and not others:
@@ -281,7 +280,7 @@ def serve(*, args: Args) -> None:
     """
     options = base.options_of(ServeOptions, args)
     kv_memory = base.kv_memory(args)
-    keys = Keys.read(Path(args["api_key_file"]) if "api_key_file" in args else None)
+    keys = Keys.read(files.local_path(args["api_key_file"]) if "api_key_file" in args else None)
     advice = f"Set {VARIABLE}, or give --api-key-file"
     if not is_loopback(options.host) and not keys:
         raise InvalidOption(f"host is {options.host}, which others can reach. {advice}")

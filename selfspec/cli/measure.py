@@ -109,7 +109,7 @@ def _layer_trace(prompt: str | None, args: base.Given) -> LayerTrace:
     if args.get("source") is not None:
         from selfspec.visualise.layers import LayerTrace
 
-        return LayerTrace.load(Path(args["source"]))
+        return LayerTrace.load(files.local_path(args["source"]))
     options = base.answer_options(args) | {"raw": args.get("raw", False)}
     text = base.read_prompt(prompt, raw=options["raw"])
     base.check_template(args, "trace")
@@ -345,10 +345,10 @@ def report(
 ) -> None:
     """Gather results of benchmarks into one page."""
     check_packages("report", "pandas", "tabulate", "matplotlib")
-    from selfspec.eval import report as reporting
+    from selfspec.eval.report import page, read_results
 
     path = files.check_file(output, overwrite=overwrite, reads=folders)
-    files.write(path, reporting.page([reporting.read_results(folder) for folder in folders]))
+    files.write(path, page([read_results(files.local_path(folder)) for folder in folders]))
     base.emit(f"{path}\n")
 
 

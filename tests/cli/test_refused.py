@@ -342,6 +342,9 @@ fit M --output new --cache @
 calibrate M --data prompts.jsonl --heads @
 data M --output new.jsonl --tokens 9 --recipe @
 data M D --from @.jsonl
+serve --api-key-file @
+generate --file @
+generate --prompts @ --output new
 """
 """A line for each way to read a file. For more unsuitable files, see tests/test_files.py."""
 
@@ -353,6 +356,16 @@ NO_FILES = ("nowhere/at/all", "garbage", "/dev/zero")
 )
 def test_missing_or_unsuitable_inputs_are_refused(reader: str, name: str, refused: Refused) -> None:
     refused(reader.replace("@", name), name)
+
+
+@pytest.mark.parametrize("reader", READERS.strip().splitlines())
+def test_a_tilde_is_the_home_folder(
+    reader: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("it", "it.jsonl"):
+        shutil.copy("garbage", tmp_path / name)
+    assert "No such file" not in refused(reader.replace("@", "~/it"))
 
 
 WRITERS = """
