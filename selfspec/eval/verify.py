@@ -424,7 +424,9 @@ def why_no_copy(model: PreTrainedModel, dtype: torch.dtype, most_gb: float) -> s
 
 def model_in(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     # Module.to, because the model's own `to` is wrapped and loses the type
-    return nn.Module.to(copy.deepcopy(model), dtype)
+    twin = nn.Module.to(copy.deepcopy(model), dtype)
+    twin.set_experts_implementation("eager")  # grouped products of experts have no float64
+    return twin
 
 
 def speculator_in(speculator: Speculator, dtype: torch.dtype) -> Speculator:

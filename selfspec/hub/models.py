@@ -195,6 +195,8 @@ def load_model(
         logger.info("%s is spread: %s", origin.label, spread)
     else:
         model.to(place)  # type: ignore[arg-type]  # annotated otherwise upstream
+    if target == torch.float64:  # grouped products of experts have none
+        model.set_experts_implementation("eager")
     if pair is None:
         stamps = stamps or fingerprint.of_snapshot(origin.source, model.config)
     return model.eval(), tokenizer, replace(origin, stamps=stamps)

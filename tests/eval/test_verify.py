@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from eval.families import tiny_model
 from selfspec.api.chat_template import TurnEnd
-from selfspec.api.speculator import Speculator, wrap
+from selfspec.api.speculator import Speculator, load, wrap
 from selfspec.decoding.acceptance import Target
 from selfspec.errors import InvalidPrompt
 from selfspec.eval import verify
@@ -22,6 +24,7 @@ from selfspec.model.fused import FusedExecutor
 from tests.decoding.test_mutants import GREEDY_MUTANTS, Mutant, every_draft_stays
 from tests.heads.kinds import make_heads, train
 from tests.models import EXECUTORS, make_model, needs_compiler, noted, random_ids, wrapped
+from tests.talks import make_tokenizer
 
 LENGTH = 12
 OPTIONS: dict[str, Any] = {"drafter": "exit:layers=2/4,threshold=0.05,max_tokens=3"}
@@ -274,6 +277,17 @@ def test_shortfall_is_measured_in_the_exact_model(
     case = Case(id="x", request=verify.greedy_request(speculator, random_ids(3), 2))
     figures = verify.shortfall(case, [1, 1], "exact", "run")  # type: ignore[arg-type]  # stand-ins
     assert figures == (1.0, 0.5)
+
+
+def test_experts_run_in_float64(tmp_path: Path) -> None:
+    model = tiny_model("mixtral", torch.float32)
+    model.set_experts_implementation("grouped_mm")  # the default
+    third = rung(3, subject_of(speculator_of(model), 4))
+    assert third.outcome == "passed", third.found
+    model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    loaded = load(tmp_path, dtype="float64").generate(random_ids(9), max_new_tokens=4)
+    assert loaded.token_ids == wrap(model).generate(random_ids(9), max_new_tokens=4).token_ids
 
 
 @pytest.mark.parametrize("kind", ["translator", "deep-fused-draft"])
