@@ -482,8 +482,8 @@ def _parse(value: Any, member: Any) -> Any:
         items = re.split("[,/]", value) if is_text else value
         items = items if isinstance(items, list | tuple) else [items]
         return kind(_parse(item, get_args(member)[0]) for item in items)
-    if kind is types.NoneType:
-        return None if str(value).lower() == "none" else value
+    if kind in (bool, types.NoneType):
+        return {"true": True, "false": False, "none": None}.get(str(value).lower(), value)
     if kind in (int, float) and isinstance(value, str | int) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):
             return kind(value)

@@ -158,6 +158,9 @@ def test_a_sweep_is_one_setting_per_value() -> None:
         ("controller.cm-asd.scale=0.5", "controller", "cm-asd:scale=0.5"),
         ("costs.head=none", "costs", "head=none"),
         ("pinned_rows=4", "pinned_rows", 4),
+        ("never_slower=false", "never_slower", False),
+        ("pinned=True", "pinned", True),
+        ("pinned=none", "pinned", None),
     ):
         assert list(sweeps(text).values()) == [{option: setting}]
 
