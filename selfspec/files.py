@@ -206,15 +206,9 @@ def write(path: Path, content: str | bytes) -> None:
         file.write_bytes(data)
 
 
-def append(path: Path, line: str) -> None:
-    """Append a line and a line feed to a file, whole or not at all. Raises CannotWrite."""
-    with appending(path, f"{line}\n".encode()):
-        pass
-
-
-@contextmanager
-def appending(path: Path, data: bytes) -> Iterator[IO[bytes]]:
-    """Append `data` to a file; undo it if the disk or the block fails. Raises CannotWrite."""
+def append(path: Path, content: str | bytes) -> None:
+    """Append a line, or bytes as they are, whole or not at all. Raises CannotWrite."""
+    data = f"{content}\n".encode() if isinstance(content, str) else content
     with _explain_errors(path):
         _refuse_special(path)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
@@ -223,7 +217,7 @@ def appending(path: Path, data: bytes) -> Iterator[IO[bytes]]:
             try:
                 while data:
                     data = data[file.write(data) :]
-                yield file
+                os.fsync(file.fileno())
             except BaseException:
                 with suppress(OSError):
                     file.truncate(size)

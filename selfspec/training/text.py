@@ -552,8 +552,7 @@ class Writer:
         )
         try:
             self._save(replace(self._run, next=list(lines)))
-            with files.appending(self.output, block) as file:
-                os.fsync(file.fileno())
+            files.append(self.output, block)
         except CannotWrite:
             with suppress(CannotWrite):
                 self._save(self._run)
@@ -582,8 +581,7 @@ class Writer:
         require_same(self.output, saved.options, self._run.options, way_out)
         if changed := {k: v for k, v in versions.items() if saved.versions.get(k) != v}:
             logger.warning("%s was begun with other versions than %s", self.output, changed)
-        with files.appending(self.output, b""):  # creates it: a run may be killed before that
-            pass
+        files.append(self.output, b"")  # creates it: a run may be killed before that
         block = self._block(saved.next)
         with open_bytes(self.output) as file:
             size = file.seek(0, os.SEEK_END)
