@@ -350,13 +350,8 @@ class GammaTune(Bounded, kind="gammatune"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GammaTunePlus(GammaTune, kind="gammatune-plus"):
+class GammaTunePlus(Threshold, GammaTune, kind="gammatune-plus"):
     """GammaTune that also stops after an unsure token."""
-
-    reads_confidence: ClassVar[bool] = True
-
-    threshold: Probability = 0.4  # as for the controller `threshold`
-    """Top probability, in [0, 1], from which drafting continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
