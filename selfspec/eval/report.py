@@ -192,7 +192,7 @@ def verdict(summary: Summary) -> str:
     gains = {
         label: gain
         for label, gain in all_gains.items()
-        if label not in BASES and not _is_lossy(summary, label)
+        if label not in BASES and not summary["methods"][label].get("lossy")
         if not summary["methods"][label]["setting"].get("do_sample")
     }
     if not gains:
@@ -254,10 +254,6 @@ def figures(summary: Summary) -> pd.DataFrame:
     return pd.json_normalize(rows, sep="_")
 
 
-def _is_lossy(summary: Summary, label: str) -> bool:
-    return bool(summary["methods"].get(label, {}).get("lossy", False))
-
-
 def tables(summary: Summary) -> list[Table]:
     """All tables of a bench that have rows; methods whose rule changes the output are marked."""
     frame, baselines = figures(summary), bases(summary)
@@ -289,7 +285,7 @@ def tables(summary: Summary) -> list[Table]:
 
 def marked_label(summary: Summary, label: str) -> str:
     """A method's label, with a warning if its rule changes the output."""
-    return f"{label} (lossy)" if _is_lossy(summary, label) else label
+    return f"{label} (lossy)" if summary["methods"][label].get("lossy") else label
 
 
 _WAITS = {

@@ -32,8 +32,6 @@ from selfspec.eval.results import Question, block_logits, first_divergence
 from selfspec.model.backbone import Backbone
 from selfspec.model.kv import KVCache, Rows, depths
 
-Outcome = Literal["passed", "failed", "skipped"]
-
 _FLOAT64_DRAFTS = ("mixed", "heads")
 """Right and wrong drafts, and real exits: float64 is too slow for the other kinds."""
 
@@ -72,7 +70,7 @@ class Case:
 class Rung:
     """The outcome of one claim."""
 
-    outcome: Outcome
+    outcome: Literal["passed", "failed", "skipped"]
     found: str  # in words: what was compared, and the first difference; or why it was skipped
     figures: dict[str, Any] = field(default_factory=dict)
 

@@ -152,8 +152,7 @@ class _Message(_Shape):
         turn: dict[str, Any] = {"role": role, "content": text}
         if self.tool_calls:
             turn["tool_calls"] = [call.as_part() for call in self.tool_calls]
-        fields = {"tool_call_id": self.tool_call_id, "name": self.name}
-        return turn | {name: value for name, value in fields.items() if value is not None}
+        return turn | self.model_dump(include={"tool_call_id", "name"}, exclude_none=True)
 
 
 class _Function(_Shape):
