@@ -26,7 +26,7 @@ from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Claims, Decoder, Executor, States, without_gradients
 from selfspec.model.kv import POSITIONS, KVCache, Rows
 from selfspec.model.parts import Unembedding, check_model, unsupported
-from selfspec.model.weights import QuantisedWeight, keep_numbers
+from selfspec.model.weights import QuantisedWeight, keep_numbers, use_one_thread_after_fork
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class Backbone(Decoder):
         check_model(model)
         check.refuse_unsupported(model)
         super().__init__(model)
+        use_one_thread_after_fork()
         self.refuse_autocast()
         if fingerprint is not None:
             self.fingerprint = fingerprint

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,6 +123,14 @@ class Team:
 
 
 TEAM = Team()  # one per process, since the threads are shared
+
+
+@cache
+def use_one_thread_after_fork() -> None:
+    """Let forked processes compute with one thread: OpenMP would wait forever for the others."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
+
 
 # --- C++ libraries: from the wheel, or compiled here
 

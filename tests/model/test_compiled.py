@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -443,3 +444,24 @@ def test_the_users_number_of_threads_is_restored_after_a_round(machine: Machine)
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
     assert set(machine.run(1.0)) == {1}
+
+
+FORK = """
+import os, sys, torch
+from selfspec.api.speculator import wrap
+from tests.models import make_model, random_ids
+
+torch.set_num_threads(2)
+speculator, ids = wrap(make_model("llama")), random_ids(60)
+expected = speculator.generate(ids, max_new_tokens=8).token_ids
+if not (child := os.fork()):
+    both = speculator, wrap(speculator.model)
+    os._exit(any(each.generate(ids, max_new_tokens=8).token_ids != expected for each in both))
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_computes_with_one_thread() -> None:
+    """With more it would wait forever: OpenMP's threads are gone."""
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=300)
