@@ -95,7 +95,7 @@ class ExitHead(nn.Module, ABC):
         self._shared = [vocabulary.rows]
         self.bias = vocabulary.bias
         """[V_draft], added to logits; not a parameter."""
-        self._packed: Packed | None = None
+        self.packed: Packed | None = None  # in use from then on, except with gradients
         self.parts = self._build(unembedding, inner_size)  # a tuple adds no names to state_dict
 
     @abstractmethod
@@ -139,13 +139,9 @@ class ExitHead(nn.Module, ABC):
             nn.functional.linear(features.to(rows.device, rows.dtype), rows, self.bias)
         )
 
-    def pack(self, packed: Packed) -> None:
-        """Use `packed` from now on, except when gradients are enabled."""
-        self._packed = packed
-
     def _packed_for(self, rows: Tensor) -> Packed | None:
         usable = not torch.is_grad_enabled() and rows.dtype == self.rows.dtype
-        return self._packed if usable else None
+        return self.packed if usable else None
 
     @property
     def rows(self) -> Tensor:
@@ -159,8 +155,8 @@ class ExitHead(nn.Module, ABC):
     def likeliest(self, logits: Tensor, temperature: float, count: int) -> Tensor:
         """Draft logits [n, V_draft] -> [n, 2 * count]: the likeliest tokens, then their chances."""
         count = min(count, logits.shape[-1])
-        if self._packed is not None and not torch.is_grad_enabled():
-            dtype = self._packed.rows.dtype
+        if self.packed is not None and not torch.is_grad_enabled():
+            dtype = self.packed.rows.dtype
             return weights.likeliest(logits, temperature, count, self.draft_ids, dtype)
         indices, chances = likeliest(logits, temperature, count)
         # float32 is exact up to 2^24 token ids

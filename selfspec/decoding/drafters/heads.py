@@ -7,6 +7,7 @@ Drafts do not change the text, so low precision suffices and fewer bytes read ma
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import ClassVar, NamedTuple, cast
 
 import torch
@@ -310,12 +311,10 @@ def pack(heads: ExitHeads) -> None:
         small = head.draft_ids is not None or isinstance(rows.detach(), QuantisedWeight)
         if not small or why_unusual(rows) is not None:
             continue
-        try:
+        with suppress(ValueError):  # no compiler, or an unsupported dtype or norm
             if id(rows) not in shared:
                 shared[id(rows)] = _light_linear(rows, head.bias)
-            head.pack(PackedHead(head, shared[id(rows)]))
-        except ValueError:  # no compiler, or an unsupported dtype or norm
-            continue
+            head.packed = PackedHead(head, shared[id(rows)])
 
 
 def _pack_layer(heads: AttendingHeads) -> None:

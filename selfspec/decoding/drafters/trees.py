@@ -159,11 +159,9 @@ class TreeDrafter(PacedDrafter):
         self._was_asked = False  # whether the guesser was asked in this round
 
     def draft(self, state: DecodeState, limit: int, watch: Stopwatch) -> Steps[Draft]:
-        trunk, self._was_asked = Draft(), False
-        if self._seen is not None:
-            trunk = self._seen.propose(state, min(limit, self._most))
-        self._trunk = trunk
-        self._draft = Draft(proposed=list(trunk.proposed), ended=trunk.ended)
+        seen, self._was_asked = self._seen, False
+        self._trunk = Draft() if seen is None else seen.propose(state, min(limit, self._most))
+        self._draft = Draft(proposed=list(self._trunk.proposed), ended=self._trunk.ended)
         if limit > 0 and (self._paying is None or not self._paying.pauses()):
             yield from self._grow(state, limit, watch)
             self._sort()
