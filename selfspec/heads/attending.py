@@ -282,7 +282,6 @@ class TextRows:
 
     @property
     def batch_key(self) -> Hashable:
-        """Rows of all texts of these heads can be batched."""
         return TextRows, id(self.text.heads)
 
     def do(self, alike: Sequence[TextRows], _others: object) -> list[Tensor]:

@@ -149,7 +149,6 @@ class ExitHead(nn.Module, ABC):
         return self._shared[0]
 
     def forward(self, hidden: Tensor, deep: Tensor | None = None) -> Tensor:
-        """[.., d] -> draft logits [.., V_draft], float32."""
         return self.unembed(self.features(hidden, deep))
 
     def likeliest(self, logits: Tensor, temperature: float, count: int) -> Tensor:

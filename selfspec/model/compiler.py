@@ -103,7 +103,6 @@ def version() -> str | None:
 
 
 def command() -> list[str]:
-    """The command of the compiler: $CXX, or c++."""
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 

@@ -253,7 +253,6 @@ class Program:
         return Operation(Kind.EXPERTS, source, target, inputs=width, logits=logits, experts=struct)
 
     def add(self, source: int, target: int, times: float) -> Operation:
-        """Add a buffer, multiplied by `times`, to another."""
         width = self._widths[target]
         self._require_width(source, width)
         return Operation(Kind.ADD, source, target, inputs=width, adds=times)

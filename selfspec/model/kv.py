@@ -540,7 +540,6 @@ def _pages(positions: int) -> int:
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common prefix."""
     count = min(len(one), len(other))
     if one[:count] == other[:count]:
         return count

@@ -303,7 +303,8 @@ def pack(heads: ExitHeads) -> None:
     all rows of an unquantised unembedding are left unchanged, since a copy would be large.
     """
     if isinstance(heads, AttendingHeads):
-        _pack_layer(heads)
+        with suppress(ValueError):  # no compiler
+            _pack_layer(heads)
     shared: dict[int, CompiledLinear] = {}  # most heads of a model share their rows
     for head in heads.by_layer.values():
         assert isinstance(head, ExitHead)  # noqa: S101  # a ModuleDict of them
@@ -318,13 +319,10 @@ def pack(heads: ExitHeads) -> None:
 
 
 def _pack_layer(heads: AttendingHeads) -> None:
-    """Pack the linear layers of attending heads; attention itself reads no weights."""
+    """Pack linear layers; attention itself reads no weights. ValueError without a compiler."""
     for linear in heads.parts.modules():
         if isinstance(linear, nn.Linear) and why_unusual(linear.weight) is None:
-            try:
-                light = _light_linear(linear.weight, linear.bias)
-            except ValueError:  # no compiler
-                return
+            light = _light_linear(linear.weight, linear.bias)
             heads.nbytes += light.nbytes - linear.weight.nbytes
             linear.forward = light.__call__  # type: ignore[method-assign,assignment]  # heads are ours
 
