@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,11 +70,7 @@ def criterion_for(criterion: Any, row: int, rows: int, max_time: float | None) -
     if rows == 1:
         return criterion
     if kind is stopping_criteria.MaxTimeCriteria:
-        if criterion.max_time != max_time:
-            return criterion
-        clone = copy.copy(criterion)
-        clone.initial_timestamp = time.time()  # this row starts now
-        return clone
+        return kind(max_time) if criterion.max_time == max_time else criterion
     return criterion if kind is stopping_criteria.StopStringCriteria else _for_row(criterion, row)
 
 
