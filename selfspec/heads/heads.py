@@ -395,15 +395,11 @@ class ExitJudge:
     ) -> None:
         """`thresholds` and `temperatures` by exit layer; `anneal_strength` is alpha."""
         self.thresholds = dict(thresholds)
-        self._temperatures = {
+        self.temperatures = {  # T_l by exit layer, calibration included
             layer: (1.0 + anneal_strength * (1.0 - layer / num_layers))
             * (temperatures or {}).get(layer, 1.0)
             for layer in thresholds
         }
-
-    def temperature(self, layer: int) -> float:
-        """T_l, calibration included."""
-        return self._temperatures[layer]
 
     def exits(self, confidence: float, layer: int) -> bool:
         return confidence >= self.thresholds[layer]

@@ -212,7 +212,7 @@ class Reader(NamedTuple):
         target = kept_logits.log_softmax(-1)  # over the draft vocabulary, as the head's
         columns = (
             self.likeliest(log_probs, head),
-            top_probability(logits, self.judge.temperature(layer)).tolist(),
+            top_probability(logits, self.judge.temperatures[layer]).tolist(),
             ranks(head.to_target_logits(logits), tokens).tolist(),
             (target.exp() * (target - log_probs)).sum(-1).tolist(),
         )

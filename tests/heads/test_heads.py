@@ -156,12 +156,12 @@ def test_the_logit_lens_has_heads_everywhere_and_takes_no_memory(unembedding: Un
 
 def test_temperature_anneals_linearly_to_the_calibrated_one_at_the_last_layer() -> None:
     judge = ExitJudge(8, dict.fromkeys(range(1, 9), 0.5), anneal_strength=0.5)
-    temperatures = [judge.temperature(layer) for layer in range(1, 9)]
+    temperatures = [judge.temperatures[layer] for layer in range(1, 9)]
     assert temperatures == [1.4375, 1.375, 1.3125, 1.25, 1.1875, 1.125, 1.0625, 1.0]
     judge = ExitJudge(30, {1: 0.5, 29: 0.5})
-    assert (judge.temperature(1), judge.temperature(29)) == (1.0, 1.0)
+    assert (judge.temperatures[1], judge.temperatures[29]) == (1.0, 1.0)
     judge = ExitJudge(8, {2: 0.5, 4: 0.5}, anneal_strength=0.5, temperatures={2: 3.0})
-    assert (judge.temperature(2), judge.temperature(4)) == (1.375 * 3.0, 1.25)
+    assert (judge.temperatures[2], judge.temperatures[4]) == (1.375 * 3.0, 1.25)
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])

@@ -94,7 +94,7 @@ def test_figures_equal_those_of_a_plain_loop(kind: str) -> None:
                 top = order[: len(head.rows)]
                 assert list(guess.top_tokens) == order[:5]
                 assert guess.top_probs == pytest.approx(probs[order[:5]].tolist(), abs=2e-6)
-                sure = float(top_probability(logits, judge.temperature(guess.layer)))
+                sure = float(top_probability(logits, judge.temperatures[guess.layer]))
                 assert guess.confidence == pytest.approx(sure, abs=2e-6)
                 assert guess.rank == (top.index(place.token) + 1 if place.token in top else 0)
                 target = final[top].softmax(-1).double()

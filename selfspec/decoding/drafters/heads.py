@@ -38,7 +38,8 @@ class HeadGuesser:
 
     def __init__(self, heads: ExitHeads, judge: ExitJudge, sampler: Sampler, count: int) -> None:
         self._heads, self._head = heads, heads.first  # the head of exit layer 0
-        self._judge, self._sampler, self._count = judge, sampler.for_drafts(), count
+        self._judge, self._temperature = judge, judge.temperatures[0]
+        self._sampler, self._count = sampler.for_drafts(), count
 
     @torch.inference_mode()
     def warm_up(self, backbone: Backbone) -> None:
@@ -46,8 +47,7 @@ class HeadGuesser:
         for count in (1, 2, 4, 8):
             rows = backbone.embed_listed([0] * count)
             deep = rows if self._heads.reads_deep else None
-            temperature = self._judge.temperature(0)
-            do_alone(Ask(backbone, self._head, rows, deep, temperature, self._count))
+            do_alone(Ask(backbone, self._head, rows, deep, self._temperature, self._count))
 
     def begin(self, state: DecodeState) -> None:
         self._state = state
@@ -58,8 +58,8 @@ class HeadGuesser:
         """One linear layer over all of `nodes`, and one device read."""
         hidden, deep = yield from self._rows(draft, nodes)
         watch.lap("draft")
-        backbone, temperature = self._state.backbone, self._judge.temperature(0)
-        answer: Answer = yield Ask(backbone, self._head, hidden, deep, temperature, self._count)
+        ask = Ask(self._state.backbone, self._head, hidden, deep, self._temperature, self._count)
+        answer: Answer = yield ask
         self._features |= zip(nodes, answer.features.split(1), strict=True)
         guesses = [self._guesses(draft, node, answer, row) for row, node in enumerate(nodes)]
         watch.lap("heads")
@@ -87,7 +87,7 @@ class HeadGuesser:
         if not sampler.reads_scores_alone:
             ids, drafted = torch.cat([ids, upload(path, ids.device)[None]], dim=1), None
             logits = self._head.to_target_logits(logits)
-        doubt = self._judge.temperature(0)
+        doubt = self._temperature
         if sampler.seed is not None and sampler.do_sample:
             probs, drafted = sampler.candidates(ids, logits, drafted)
             return Likeliest(*sampler.likely_draws(probs, place, len(tokens), doubt, drafted))
@@ -160,8 +160,8 @@ class MedusaGuesser(HeadGuesser):
     def ask(self, draft: Draft, nodes: Sequence[int], watch: Stopwatch) -> Steps[list[Likeliest]]:
         """Guesses; none without a known state, or after paths as long as the number of heads."""
         if self._answer is None and self._deep is not None:
-            count, temperature = min(self._count, CHOICES[()]), self._judge.temperature(0)
-            self._answer = yield AskAhead(self._heads, self._deep, temperature, count)
+            count = min(self._count, CHOICES[()])
+            self._answer = yield AskAhead(self._heads, self._deep, self._temperature, count)
             watch.lap("heads")
         return [self._guesses_after(draft, node) for node in nodes]
 
@@ -248,7 +248,7 @@ class ExitDrafter(ChoosingDrafter):
         signal = self.controller.signal
         if signal is top_probability:  # the judge computes this anyway
             signal = None
-        return Ask(backbone, head, hidden, deep, self._judge.temperature(layer), 1, signal)
+        return Ask(backbone, head, hidden, deep, self._judge.temperatures[layer], 1, signal)
 
     def _exit(self, head: ExitHead, answer: Answer, layer: int, ids: Tensor) -> _Exit | None:
         (tokens,), (chances,) = answer.tokens, answer.chances
