@@ -435,16 +435,15 @@ class KVStore:
         if self._caches and sum(self._pages_in_use()) + newly_used + missing > self._most:
             return False
         self._caches.add(kv)
-        if length:
-            for page in pages:
-                kv.hold(page)
-            kv.extend(length, 0, self.num_layers)
-            self._touch(pages)
-            if partial is not None and partial.page is not None:
-                self._touch([partial.page])
-                copy = self.take()
-                copy.numbers.copy_(partial.page.numbers)
-                kv.hold(copy)
+        for page in pages:
+            kv.hold(page)
+        kv.extend(length, 0, self.num_layers)
+        self._touch(pages)
+        if partial is not None and partial.page is not None:
+            self._touch([partial.page])
+            copy = self.take()
+            copy.numbers.copy_(partial.page.numbers)
+            kv.hold(copy)
         return True
 
     def prefix_length(self, ids: Sequence[int]) -> int:
