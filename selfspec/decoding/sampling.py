@@ -299,6 +299,7 @@ class Sampler:
         `logits`: [1, V] of all tokens, or [1, T] of `tokens` [T]. Where a top-k of few tokens
         comes first, the others are left out, which changes probabilities by their rounding alone.
         """
+        logits = logits.to(ids.device)  # as in `scores`
         count, racing = self._top_k, min(_RACING, logits.shape[1])
         if 0 < count < racing and logits.device.type == "cpu":  # elsewhere reading it takes longer
             best = logits[0].topk(racing)
