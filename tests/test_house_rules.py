@@ -36,7 +36,7 @@ MOST_LINES = {
     "eval": 2791,
     "eval/": 3438,
     "cli": 3209,
-    "serve": 2945,
+    "serve": 2946,
     "api": 2369,
     "heads": 1641,
     "visualise": 1542,

@@ -388,9 +388,10 @@ class Refused(Exception):
         return {"error": error}
 
 
-_FIELDS = {"json_schema": "response_format", "grammar": "tools", "drafter": "speculation.drafter"}
-_FIELDS |= {"SequenceBiasLogitsProcessor": "logit_bias"}
-_FIELDS |= {"chat_template_kwargs": "chat_template_kwargs"}
+_FIELDS = {
+    **{"json_schema": "response_format", "grammar": "tools", "drafter": "speculation.drafter"},
+    **{"SequenceBiasLogitsProcessor": "logit_bias", "chat_template_kwargs": "chat_template_kwargs"},
+}
 """Fields of a request, by the runtime's name for them, which begins its error messages."""
 
 
