@@ -29,7 +29,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27_276,
+    "tests/": 27_277,
     "model": 6816,
     "decoding": 4732,
     "training": 3711,

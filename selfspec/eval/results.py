@@ -86,7 +86,7 @@ def _file(name: str, questions: str | Path | None) -> Path:
     if not is_file:
         check_keys([name], SUITES, "suite")
     if questions is not None:
-        raise InvalidOption(f"{name} and {questions} at once. Leave out --questions")
+        raise InvalidOption(f"suite {name} and --questions at once. Leave one out")
     return files.local_path(name) if is_file else Path(__file__).with_name("six-tasks.jsonl")
 
 

@@ -174,6 +174,7 @@ bench P --methods plain,specualtion              | Did you mean speculation?
 bench P --sweep exit.threshold=x                 | expected
 bench P --sweep exit_threshold=1                 | Did you mean exit.threshold?
 bench P --seed 99999999999999999999            | seed is 99999999999999999999, expected a value in
+bench P --questions text.txt                     | prompts.jsonl and --questions at once
 bench P --concurrency 1,9                        | 9 texts at once, of 2 questions. Give a larger
 bench P --concurrency 1 --output ''              | the name of a file is empty
 bench P --concurrency 1 --sweep exit.threshold=0.5 | sweep means nothing with --concurrency
