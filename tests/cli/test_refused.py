@@ -181,7 +181,7 @@ bench P --concurrency 1 --sweep exit.threshold=0.5 | sweep means nothing with --
 verify --max-copy-gb -1                          | max_copy_gb is -1.0, expected a value of
 verify --rungs 2,8                               | rungs is 8, expected a value in [1, 7]
 verify --rungs two                               | rungs is 'two', expected a list of whole
-verify --suite six-tasks --questions prompts.jsonl | Leave out --questions
+verify --suite six-tasks --questions prompts.jsonl | Leave one out
 serve --host 0.0.0.0                             | which others can reach. Set SELFSPEC_API_KEY
 serve --cors-origin https://a.b --cors-origin *  | every web page that
 serve --cors-origin page.example                 | expected scheme and host
