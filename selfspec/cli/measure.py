@@ -382,11 +382,12 @@ def verify(*, as_json: base.AsJson = False, args: Args) -> None:
         rungs=args.get("rungs", range(1, 8)),
         max_copy_gb=args.get("max_copy_gb", _COPY_GB),
     )
-    rungs = []
+    rungs, claims = [], [*ladder.RUNGS, ""]
     with base.bar("verify", "rungs") as show:
+        show(0, len(ladder.RUNGS), claims[0])  # the claim that is being checked
         for claim, rung in ladder.climb(subject):
             rungs.append((claim, rung))
-            show(len(rungs), len(ladder.RUNGS), claim)
+            show(len(rungs), len(ladder.RUNGS), claims[len(rungs)])
     verdict = ladder.verdict([rung for _, rung in rungs])
     passed = all(rung.outcome != "failed" for _, rung in rungs)
     if as_json:
