@@ -71,6 +71,7 @@ class Choice:
 
     prompt: Prompt
     options: GenerateOptions
+    stops: Sequence[str] = ()  # texts that end the answer and are not part of it
     tools: Tools = ()  # that the model may call
     must_call: bool = False
     explain: bool = False  # whether to say who gave each token
@@ -265,7 +266,6 @@ class Body(_Shape):
             # a dict: in lists, transformers 5.17 refuses token 0
             "sequence_bias": {(int(key),): bias for key, bias in (self.logit_bias or {}).items()},
             "json_schema": self.response_format and self.response_format.constraint,
-            "stop_strings": [stop for stop in self.stop or [] if stop],
         }
         options |= {name: value for name, value in extras.items() if value not in (None, 0, [], {})}
         sampling = self.top_p < 1 or self.top_k or self.min_p or self.n > 1 or self.seed is not None
@@ -279,6 +279,7 @@ class Body(_Shape):
             fields["explain"] = self.speculation.explain
         elif self.speculation is not None:
             options["speculate"] = self.speculation
+        fields["stops"] = [stop for stop in self.stop or [] if stop]
         choices = []
         for prompt, number in itertools.product(prompts, range(self.n)):
             keywords: Any = {**options, "raw": self.field == "prompt"}

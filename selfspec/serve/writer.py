@@ -25,7 +25,7 @@ import prometheus_client as prometheus
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.api.request import Request, stop_strings
+from selfspec.api.request import Request
 from selfspec.api.speculator import Speculator
 from selfspec.api.text import TextDecoder, TokenTexts, UntilStop, encode, is_end, overlap_length
 from selfspec.config import WRITING, GenerateOptions
@@ -206,10 +206,10 @@ class Writer:
         max_tokens = min(choice.options["max_new_tokens"], self.room - ids.shape[1])
         options = self._options_of(choice) | {"max_new_tokens": max_tokens}
         options.pop("chat_template_kwargs", None)  # the ids are there
-        if stops := options.pop("stop_strings", None):  # the prompt may hold them
-            criterion, start = stop_strings(self._speculator.tokenizer, stops), ids.shape[1]
-            options["stopping_criteria"] = [lambda row, scores: criterion(row[:, start:], scores)]
-        return self._speculator.call(ids, options)
+        call = self._speculator.call(ids, options)
+        if choice.stops or call.end:
+            call.criteria.append(_AtStop(call, choice.stops))
+        return call
 
     def _options_of(self, choice: Choice) -> GenerateOptions:
         if not choice.must_call or self.tool_format is None:
@@ -265,6 +265,25 @@ class Job:
     arrival_s: float = field(default_factory=time.perf_counter)
 
 
+class _AtStop:
+    """A criterion that ends an answer where its text, special tokens shown or not, has a stop."""
+
+    def __init__(self, call: Request, stops: Sequence[str]) -> None:
+        self._length = call.input_ids.shape[1]  # the prompt may have stops
+        self._texts = [
+            (TextDecoder(call.tokenizer, special=special), UntilStop([*stops, call.end]))
+            for special in (False, True)
+        ]
+        for decoder, _ in self._texts:
+            decoder.push(call.tail, last=True)
+
+    def __call__(self, ids: Tensor, _: object) -> bool:
+        tokens, self._length = ids[0, self._length :].tolist(), ids.shape[1]
+        for decoder, stops in self._texts:
+            stops.push(decoder.push(tokens))
+        return any(stops.has_stopped for _, stops in self._texts)
+
+
 class Answer:
     """One choice of a job while it is generated."""
 
@@ -277,7 +296,7 @@ class Answer:
         self._tokenizer = call.tokenizer
         self._decoder = TextDecoder(call.tokenizer)
         self._decoder.push(call.tail, last=True)
-        self._stops = UntilStop([*choice.options.get("stop_strings", ()), call.end])
+        self._stops = UntilStop([*choice.stops, call.end])
         form, self._texts, self._explanation = writer.tool_format, writer.texts, None
         self._calls: Calls | None = None
         if form is not None and choice.tools:
@@ -295,8 +314,6 @@ class Answer:
             text += self._read(entry)
         if running.error is not None:
             raise running.error
-        if self._stops.has_stopped:  # also around a special token, where the criterion sees no stop
-            running.close()
         if running.ended:
             rest = self._decoder.push([], last=True)
             if self._explanation is not None:

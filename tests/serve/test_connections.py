@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from transformers import StopStringCriteria
 
 from selfspec.api.speculator import Speculator
 from selfspec.decoding.engine import Engine
@@ -168,8 +167,10 @@ def submitted(
         if piece.finish is not None or piece.error is not None:
             pieces.put(ENDED)
 
+    stops = options.pop("stops", ())
     keywords: Any = {"max_new_tokens": 12, "max_time": 60.0, **options}
-    job = Job([Choice(prompt=prompt, options=keywords)], listener or wrote, size=size)
+    choice = Choice(prompt=prompt, stops=stops, options=keywords)
+    job = Job([choice], listener or wrote, size=size)
     writer.submit(job)
     return job, pieces
 
@@ -210,27 +211,15 @@ def test_tokenizing_a_long_prompt_blocks_nobody(
     assert silent.empty()
 
 
-def test_stops_are_read_on_a_reader_thread(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
-    names, original = list[str](), StopStringCriteria.clean_tokenizer_vocab
-
-    def clean(*args: Any, **keywords: Any) -> Any:
-        names.append(threading.current_thread().name.partition("_")[0])
-        return original(*args, **keywords)
-
-    monkeypatch.setattr(StopStringCriteria, "clean_tokenizer_vocab", staticmethod(clean))
-    for _ in range(2):
-        text(submitted(writer, [1, 2, 3], stop_strings=["never there"])[1])
-    assert names == ["selfspec-reader"]
-
-
-def test_a_stop_around_a_special_token_ends_the_answer(writer: Writer) -> None:
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_a_stop_around_a_special_token_ends_the_answer(writer: Writer, drafter: str) -> None:
     bias = {(9,): 1e3, (9, 0): 1e6}  # alternates: 0 has no text
     stop = writer.texts.of(9) * 2
-    options: Any = {"sequence_bias": bias, "speculate": False}
-    _, feed = submitted(writer, [1, 2, 3], stop_strings=[stop], **options)
+    options: Any = {"sequence_bias": bias, "drafter": drafter}
+    _, feed = submitted(writer, [9, 0] * 12, stops=[stop], **options)
     *_, last = pieces = [*iter(lambda: feed.get(timeout=30), ENDED)]
     assert ("".join(piece.text for piece in pieces), last.finish) == ("", "stop")
-    assert last.stats.new_tokens == 3
+    assert last.stats.new_tokens == 3  # not the drafts behind the stop
 
 
 @pytest.mark.parametrize("kind", [MemoryError, Panic])
