@@ -140,7 +140,7 @@ class _Message(_Shape):
 
     @pydantic.model_validator(mode="after")
     def _says_something(self) -> _Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and self.role != "tool":
             raise ValueError("a message without content")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only the assistant may have tool_calls")

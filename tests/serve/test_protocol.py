@@ -232,9 +232,10 @@ def test_too_many_answers_are_refused_before_they_are_made() -> None:
 
 
 def test_one_call_at_a_time_and_names_reach_the_template() -> None:
-    body = ChatBody(messages=[{**ASK[0], "name": "Ann"}], parallel_tool_calls=False)  # type: ignore[list-item]  # as in JSON
+    named, result = {**ASK[0], "name": "Ann"}, {"role": "tool", "content": None}
+    body = ChatBody(messages=[named, result], parallel_tool_calls=False)  # type: ignore[list-item]  # as in JSON
     (choice,) = body.choices(ServeOptions(), 9)
-    assert (choice.most_calls, choice.prompt) == (1, [{**ASK[0], "name": "Ann"}])
+    assert (choice.most_calls, choice.prompt) == (1, [named, {**result, "content": ""}])
 
 
 def test_validation_of_a_million_errors_stops_early() -> None:
