@@ -52,7 +52,7 @@ TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # an id; keys of JSO
 Stop = Annotated[str, Field(max_length=64)]
 Stops = Annotated[
     list[Stop],
-    Field(max_length=4),
+    Field(max_length=16),  # OpenAI takes 4, but some clients send more to other servers
     BeforeValidator(lambda stops: [stops] if isinstance(stops, str) else stops),
 ]
 Setting = Annotated[str, Field(max_length=256)]
