@@ -29,7 +29,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("echo", "include_obfuscation", "continuous_usage_stats"), (False,)),
     **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
-    **dict.fromkeys(("best_of", "repetition_penalty", "repeat_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty"), (1,)),
     **dict.fromkeys(("typical_p", "tfs_z"), (1,)),
     **dict.fromkeys(("mirostat", "top_a", "min_tokens", "priority"), (0,)),
     **dict.fromkeys(("tools", "functions", "annotations"), ([],)),
@@ -235,6 +235,7 @@ class Body(_Shape):
     stream: StrictBool = False
     stream_options: _StreamOptions = _StreamOptions()
     n: Annotated[StrictInt, Field(ge=1, le=128)] = 1
+    best_of: Count | None = None  # answers to choose n of
     stop: Stops | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**64)] | None = None
     # None: 1 if another field is set that only affects sampling, else 0 (greedy)
@@ -260,6 +261,9 @@ class Body(_Shape):
         count, limit = self.n * len(prompts), limits.concurrency + limits.queue
         if count > limit:
             raise Refused(400, f"{count} answers at once, expected at most {limit}", field="n")
+        if self.best_of not in (None, self.n):
+            message = f"best_of is {self.best_of}, expected n, {self.n}: all answers are returned"
+            raise Refused(400, f"{message}. Leave it out", field="best_of")
         extras = {
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,

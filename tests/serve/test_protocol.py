@@ -192,6 +192,7 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
         ({"n": 129}, "n"),
         ({"stop": ["a" * 129]}, "stop[0]"),
         ({"stop": ["a"] * 17}, "stop"),
+        ({"best_of": 2}, "best_of"),
         ({"stop": 5}, "stop"),
         ({"logit_bias": {str(token): "" for token in range(1025)}}, "logit_bias"),
         ({"top_p": 0}, "top_p"),
@@ -317,7 +318,7 @@ WEBUI = {"model": "LlamaForCausalLM", "messages": ASK}
         {**BODY, "user": "someone", "safety_identifier": "b"},
         {**BODY, "messages": CACHED, "prompt_cache_key": "a", "prompt_cache_retention": "24h"},
         {**BODY, "store": True},  # as in OpenAI's own examples
-        {**BODY, "stop": ["a"] * 16},
+        {**BODY, "n": 2, "best_of": 2, "stop": ["a"] * 16},
         {**BODY, "presence_penalty": 0, **NOTHING},
         {**BODY, "top_k": -1, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False},
         # Open WebUI: an answer, one with the settings of a chat, a title
