@@ -9,6 +9,7 @@ Nothing here depends on HTTP.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -300,7 +301,7 @@ class Answer:
         form, self._texts, self._explanation = writer.tool_format, writer.texts, None
         self._calls: Calls | None = None
         if form is not None and choice.tools:
-            self._calls = Calls(form, choice.tools, choice.most_calls)
+            self._calls = Calls(form, choice.tools, choice.most_calls, must_call=choice.must_call)
         if choice.explain:  # costs as if it ran alone, so that explanations do not vary
             cost = running.draft_cost(call.speculation)
             self._explanation = Explanation(writer.texts, cost)
@@ -439,8 +440,7 @@ class ToolFormat:
         choices, rules = [], ""
         for number, tool in enumerate(tools):  # separate schemas: each $ref begins at its root
             name, schema = tool["function"]["name"], tool["function"].get("parameters")
-            prefix = json.dumps(f'{{"name": "{name}", "{self.arguments}": ')
-            choices.append(f'{prefix} arguments{number} "}}"')
+            choices.append(f'{json.dumps(self._beginning(name))} arguments{number} "}}"')
             schema = {"type": "object", **(schema or {"properties": {}})}
             if schema.get("properties") == {}:  # no arguments
                 schema.setdefault("additionalProperties", False)
@@ -458,13 +458,29 @@ class ToolFormat:
             rest, mark, text = text.partition(before) if before else ("", "", "")
             yield self._call(call + gap, names), rest
 
+    def cut_call(self, text: str, names: Collection[str]) -> Iterator[Json]:
+        """Yield the call by `grammar` that a text begins with, if it has the name."""
+        for name in names:
+            _, mark, arguments = text.partition(self._beginning(name))
+            if mark:
+                with contextlib.suppress(ValueError):  # they are complete
+                    arguments = arguments[: json.JSONDecoder().raw_decode(arguments)[1]]
+                yield _call(name, arguments)
+
+    def _beginning(self, name: str) -> str:
+        return f'{{"name": "{name}", "{self.arguments}": '
+
     def _call(self, text: str, names: Collection[str]) -> Json:
         fields = parse_json(text.strip(), "a call")
         name, arguments = fields["name"], fields[self.arguments]
         if name not in names or not isinstance(arguments, dict):
             raise InvalidData("no call of a known tool")
-        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        return _call(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _call(name: str, arguments: str) -> Json:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 TAGGED = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments")  # Hermes, Qwen, SmolLM3
@@ -486,9 +502,11 @@ def format_of(tokenizer: PreTrainedTokenizerBase | None) -> ToolFormat | None:
 class Calls:
     """Splits an answer into text and calls: passes on text that is no call, and holds the rest."""
 
-    def __init__(self, form: ToolFormat, tools: Tools, most: int | None = None) -> None:
+    def __init__(
+        self, form: ToolFormat, tools: Tools, most: int | None = None, *, must_call: bool = False
+    ) -> None:
         self._form, self._names = form, [tool["function"]["name"] for tool in tools]
-        self._most = most  # calls to return
+        self._most, self._must_call = most, must_call  # most: calls to return
         self._text = ""
         self._sent_length = 0
 
@@ -510,6 +528,8 @@ class Calls:
             pairs = [*self._form.calls(self._text, self._names)]
         except (InvalidData, LookupError, TypeError, ValueError, RecursionError):
             pairs = []
+        if not pairs and self._must_call:  # a limit cut the call: its arguments are incomplete
+            return "", [*self._form.cut_call(self._text, self._names)]
         if not pairs:
             return self._text[self._sent_length :], []
         tail = "".join(text for _, text in pairs)

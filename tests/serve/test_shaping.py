@@ -226,6 +226,24 @@ def test_calls_are_parsed_from_text_in_any_pieces(
         assert len(single.end()[1]) == min(1, len(names))
 
 
+def test_a_required_call_that_is_cut_has_part_of_its_arguments(caller: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"tools": [TIME, WEATHER], "tool_choice": "required"}
+    (choice,) = chat(caller, **options, max_tokens=18).choices
+    assert (choice.message.content, choice.finish_reason) == (None, "length")
+    assert choice.message.tool_calls[0].function.arguments
+    for form in (TAGGED, BARE):
+        arguments = '{"a": "}"}'
+        text = f'{form.before}{{"name": "get_time", "{form.arguments}": {arguments}}}{form.after}'
+        for end in range(len(text)):
+            reader = Calls(form, [WEATHER, TIME], must_call=True)
+            assert reader.push(text[:end]) == ""
+            rest, calls = reader.end()
+            assert rest == ""
+            assert len(calls) == (end >= text.index(arguments))
+            for call in calls:
+                assert call["function"]["arguments"] == text[text.index(arguments) : end][:10]
+
+
 def test_the_format_of_calls_follows_the_template(default: Speculator) -> None:
     tokenizer = copy.copy(default.tokenizer)
     assert tokenizer is not None
