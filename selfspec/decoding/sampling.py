@@ -203,18 +203,22 @@ class GrammarMask(LogitsProcessor):
         tokens = text[shared:]
         count = self._matcher.try_consume_tokens(tokens) if tokens else 0
         self._text = text[: shared + count]
+        self._check_matcher()
         if count < len(tokens):
             raise InvalidOption(
                 f"another option puts token {tokens[count]} where the grammar forbids it. Remove "
                 "forced_eos_token_id, forced_bos_token_id or logits_processor"
             )
 
+    def _check_matcher(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().partition("<state>")[0].strip()  # then a long dump
+            raise InvalidOption(f"the grammar cannot be followed: {reason}. Give a simpler one")
+
     def _allowed_mask(self, vocab_size: int) -> Tensor:
         """[V], bool."""
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():
-            message = " ".join(self._matcher.get_error().split())
-            raise InvalidOption(f"the grammar cannot be followed: {message}. Give a simpler one")
+        self._check_matcher()
         bits = np.unpackbits(packed, bitorder="little", count=min(vocab_size, 8 * packed.size))
         allowed = torch.zeros(vocab_size, dtype=torch.bool)
         allowed[: bits.size] = torch.from_numpy(bits).bool()

@@ -185,10 +185,12 @@ def test_each_row_of_a_batch_follows_the_grammar(model: Speculator) -> None:
         ({"grammar": ""}, "Empty grammar"),
         ({"grammar": "start: /a/", "json_schema": True}, "Leave one of them out"),
         ({"json_schema": True, "eos_token_id": -1}, "^json_schema needs an end token. Set eos"),
+        ({"json_schema": {"$ref": "#"}}, "be followed: NoExtensionBias. Give a simpler one$"),
+        ({"grammar": "start: /(a{1000}){1000}/"}, "be followed: lexer error: [^{]*simpler one$"),
         ({"json_schema": PERSON, "min_new_tokens": 150}, "rules out every token"),
         ({"json_schema": PERSON, "forced_eos_token_id": 0, "max_new_tokens": 3}, "rules out every"),
     ],
-    ids=[*map(str, range(10))],
+    ids=[*map(str, range(12))],
 )
 def test_unusable_grammars_are_refused(
     model: Speculator, options: dict[str, Any], message: str
