@@ -148,7 +148,7 @@ class _Message(_Shape):
 
     def as_turn(self) -> dict[str, Any]:
         parts = self.content or ""
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         role = "system" if self.role == "developer" else self.role
         turn: dict[str, Any] = {"role": role, "content": text}
         if self.tool_calls:

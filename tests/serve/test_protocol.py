@@ -234,9 +234,11 @@ def test_too_many_answers_are_refused_before_they_are_made() -> None:
 
 def test_one_call_at_a_time_and_names_reach_the_template() -> None:
     named, result = {**ASK[0], "name": "Ann"}, {"role": "tool", "content": None}
-    body = ChatBody(messages=[named, result], parallel_tool_calls=False)  # type: ignore[list-item]  # as in JSON
+    parts = {"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]}
+    body = ChatBody(messages=[named, result, parts], parallel_tool_calls=False)  # type: ignore[list-item]  # as in JSON
     (choice,) = body.choices(ServeOptions(), 9)
-    assert (choice.most_calls, choice.prompt) == (1, [named, {**result, "content": ""}])
+    turns = [named, {**result, "content": ""}, {"role": "user", "content": "a\nb"}]
+    assert (choice.most_calls, choice.prompt) == (1, turns)
 
 
 def test_validation_of_a_million_errors_stops_early() -> None:
