@@ -405,7 +405,7 @@ def refusal_of(error: BaseException, field: str | None = None) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, errors.InvalidOption | errors.HeadsNotFound):
-        name, _, rest = str(error).partition(" ")
+        name, _, rest = str(error).replace("max_new_tokens", "max_tokens").partition(" ")
         field = _FIELDS.get(name)
         return Refused(400, f"{field or name} {rest}", field=field)
     if isinstance(error, errors.InvalidPrompt):

@@ -20,7 +20,7 @@ from openai.types.chat import ChatCompletionMessage
 from eval import serving
 from eval.serving import question
 from selfspec.api.speculator import Speculator, wrap
-from selfspec.errors import HeadsNotFound
+from selfspec.errors import HeadsNotFound, InvalidOption
 from selfspec.eval.concurrency import Load
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.protocol import ChatBody, Refused, TextBody, invalid_body, refusal_of
@@ -269,6 +269,7 @@ def test_a_slowly_read_body_blocks_nobody(small: Running, monkeypatch: pytest.Mo
 def test_an_unavailable_drafter_is_the_requests_fault() -> None:
     error = refusal_of(HeadsNotFound("drafter exit needs exit heads"))
     assert (error.status, error.field) == (400, "speculation.drafter")
+    assert refusal_of(InvalidOption("Lower max_new_tokens")).message == "Lower max_tokens"
 
 
 def said(more: bytes) -> bytes:
