@@ -349,7 +349,7 @@ class Session:
             sequence = replace(sequence, kv=kv, draft_cache=self._draft_cache)
             running = self._speculator.engine().add(sequence, speculation)
             self._shapes, self._state = shapes, running.state
-            self._stream = Stream(running, request)
+            self._stream = Stream(running, request, self._lock)
             return self._stream
 
 

@@ -81,8 +81,8 @@ class Stream:
     Closing or dropping the stream ends the decoding; a session keeps the text so far.
     """
 
-    def __init__(self, running: Running, request: Request) -> None:
-        """The request's streamer gets the prompt first."""
+    def __init__(self, running: Running, request: Request, lock: RLock | None = None) -> None:
+        """The request's streamer gets the prompt first. `lock`: the session's, held for a piece."""
         self.request = request
         self.rounds: list[Round] = []
         """The rounds so far, the prompt's pass first."""
@@ -93,7 +93,7 @@ class Stream:
         self._piece_list: list[Piece] = []
         self._decoder, self._stops = TextDecoder(request.tokenizer), UntilStop([request.end])
         self._decoder.push(request.tail, last=True)
-        self._lock, self._closed = RLock(), False
+        self._lock, self._closed = lock or RLock(), False
         # a dropped stream frees its keys and values at once, not when garbage is collected
         self._pieces = Stream._decode(proxy(self))
         finalize(self, running.close).atexit = False

@@ -147,6 +147,17 @@ def test_threads_may_share_a_session_and_close_a_stream(speculator: Speculator) 
     assert 0 < len(future.result().token_ids) < 200
 
 
+def test_no_thread_takes_a_turn_while_a_streamer_might_take_one(speculator: Speculator) -> None:
+    session, locked = speculator.session(), []
+    with ThreadPoolExecutor(1) as threads:
+
+        def put(_: Tensor) -> None:  # two threads would wait for each other
+            locked.append(not threads.submit(session._lock.acquire, blocking=False).result())
+
+        session.stream(random_ids(9), max_new_tokens=3, streamer=Mock(put=put)).drain()
+    assert locked == [True] * 4
+
+
 # Coloured, in a notebook
 
 
