@@ -253,6 +253,7 @@ class Speculator:
     @not_traced
     def call(self, prompt: Prompt, options: GenerateOptions) -> Request:
         """Make the Request for one prompt and the keywords of one call."""
+        self.backbone.refuse_modes()
         speculation, rest = self._split_options(options)
         streamer, raw = rest.pop("streamer", None), rest.pop("raw", False)
         variables = rest.pop("chat_template_kwargs", None)

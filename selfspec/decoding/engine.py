@@ -522,9 +522,9 @@ class Engine:
         """Run one round of all running sequences; returns those with a new round or ended.
 
         An error of one sequence is raised to its own reader; a KeyboardInterrupt ends them all.
-        Raises InvalidOption in autocast.
+        Raises InvalidOption as `refuse_modes`.
         """
-        self.runtime.backbone.refuse_autocast()
+        self.runtime.backbone.refuse_modes()
         batch: dict[Running, None] = {}
         start = time.perf_counter()
         try:

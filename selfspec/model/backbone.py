@@ -63,7 +63,7 @@ class Backbone(Decoder):
         check.refuse_unsupported(model)
         super().__init__(model)
         use_one_thread_after_fork()
-        self.refuse_autocast()
+        self.refuse_modes()
         if fingerprint is not None:
             self.fingerprint = fingerprint
         self.refusals: dict[str, str] = {}  # by executor: why it cannot run this model
@@ -208,8 +208,14 @@ class Backbone(Decoder):
                 "Use the model's own tokenizer"
             )
 
-    def refuse_autocast(self) -> None:
-        """Raise InvalidOption in autocast, in which the model's own layers give other numbers."""
+    def refuse_modes(self) -> None:
+        """Raise InvalidOption where torch gives other numbers, or makes tensors elsewhere."""
+        default = torch.get_default_device().type
+        if default not in ("cpu", self.device.type):
+            raise InvalidOption(
+                f"torch's default device is {default}, the model is on {self.device}. Call outside "
+                f"of torch.device({default!r}), or torch.set_default_device(None) before"
+            )
         if torch.is_autocast_enabled(self.device.type):
             raise InvalidOption(
                 "torch.autocast is on, which compiled layers ignore. Turn it off, and load the "
@@ -217,11 +223,11 @@ class Backbone(Decoder):
             )
 
     def require_unchanged(self, name: str = "model") -> None:
-        """Raise ModelChanged if the model changed since it was wrapped, InvalidOption in autocast.
+        """Raise ModelChanged if the model changed since it was wrapped, InvalidOption in a mode.
 
         Takes well under a millisecond.
         """
-        self.refuse_autocast()
+        self.refuse_modes()
         if (change := self._watch.change()) is not None:
             raise ModelChanged(
                 f"the {name} has changed since it was wrapped: {change}. Wrap the model again: "

@@ -87,7 +87,16 @@ def test_heads_of_another_dtype_still_draft(exact: Any, kind: str) -> None:
     assert answer.token_ids == plain.token_ids
 
 
-def test_autocast_is_refused_around_wrapping_an_answer_or_its_rounds(exact: Any) -> None:
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        (torch.autocast("cpu", torch.bfloat16), "autocast is on"),
+        (torch.device("meta"), "default device is meta, the model is on cpu"),
+    ],
+)
+def test_modes_are_refused_around_wrapping_an_answer_or_its_rounds(
+    exact: Any, mode: Any, message: str
+) -> None:
     speculator, ids = wrap(exact, heads="none"), random_ids(5)
     stream = speculator.stream(ids, max_new_tokens=2)
     for work in (
@@ -95,10 +104,7 @@ def test_autocast_is_refused_around_wrapping_an_answer_or_its_rounds(exact: Any)
         lambda: speculator.generate(ids, max_new_tokens=2),
         stream.drain,
     ):
-        with (
-            torch.autocast("cpu", torch.bfloat16),
-            pytest.raises(InvalidOption, match="autocast is on"),
-        ):
+        with mode, pytest.raises(InvalidOption, match=message):
             work()
 
 
