@@ -23,12 +23,12 @@ from selfspec.errors import InvalidOption, SelfspecError
 from selfspec.eval import report
 from selfspec.eval.bench import Bench, Contender
 from selfspec.eval.results import ANSWERS, Answer, BenchOptions, Question, failures, load_suite
-from selfspec.files import write
+from selfspec.files import local_path, write
 from selfspec.heads.exit_heads import ExitHeads, logit_lens
 from selfspec.hub.models import load_model, machine
 from selfspec.model.backbone import Backbone
 
-Output = Annotated[Path, typer.Option(help="Results folder.")]
+Output = Annotated[Path, typer.Option(parser=local_path, metavar="FOLDER", help="Results folder.")]
 Model = Annotated[str | None, typer.Option(help="Folder, file or hub id; else the bundled one.")]
 Heads = Annotated[str | None, typer.Option(help="Folder or name. Default: the model's own.")]
 Dtype = Annotated[str | None, typer.Option(help="Default: chosen by selfspec.")]

@@ -70,6 +70,15 @@ def prompts(tmp_path: Path) -> str:
     return str(path)
 
 
+def test_an_empty_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(output: lab.Output) -> None:
+        raise AssertionError(output)
+
+    monkeypatch.setattr(sys, "argv", ["work", "--output", ""])  # as an unset variable is
+    with pytest.raises(SystemExit, match="the name of a file is empty"):
+        lab.run(work)
+
+
 def test_a_record_holds_its_command_without_this_machines_folders(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
