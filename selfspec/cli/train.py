@@ -397,6 +397,8 @@ def cache(*, args: Args) -> None:
     The same command continues a killed run.
     """
     base.require(args, "data", "output")
+    if args["output"].startswith("memory:"):
+        raise InvalidOption("memory:// ends with this command. Name a folder or another URL")
     _check(args)
     options = options_of(CacheOptions, args)
     from selfspec.training import features as store

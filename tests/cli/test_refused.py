@@ -204,6 +204,7 @@ fit --data talks.jsonl --output half --overwrite | calibration.json, which selfs
 fit --data talks.jsonl --output heads            | already. Give --overwrite
 cache --data talks.jsonl --output half           | which selfspec did not write
 cache --data talks.jsonl --output shards         | which selfspec did not write
+cache --data talks.jsonl --output memory://x     | memory:// ends with this command
 calibrate M --data talks.jsonl                   | no --heads
 calibrate H --cache features --max-exit-layers 0 | max_exit_layers is 0, expected a value
 calibrate H --data talks.jsonl --cache features  | data with cache: that holds

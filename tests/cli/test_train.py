@@ -216,7 +216,7 @@ def test_a_stopped_fit_names_the_command_that_continues_it(
     call(FIT)
 
 
-@pytest.mark.parametrize("where", ["features", "memory://features"])
+@pytest.mark.parametrize("where", ["features", "file://features"])
 def test_features_are_cached_and_fitted_to(where: str, workplace: Path, call: Call) -> None:
     output = call([*CACHE[:-1], where, "--exit-layers", "0,2,3", "--deep", "--top-k", "999"])
     assert "258 positions at 1,226 bytes" in output.err, "of a vocabulary of 96"
