@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -116,7 +118,11 @@ def _layer_trace(prompt: str | None, args: base.Given) -> LayerTrace:
     speculator = base.load(args)
     from selfspec.visualise.look import inspect
 
-    return inspect(speculator, text, all_layers=args.get("all_layers", True), **options)
+    tokens = itertools.count()  # the prompt comes first
+    with base.bar("trace", "tokens") as bar:
+        streamer = SimpleNamespace(put=lambda _: bar(next(tokens), None), end=lambda: None)
+        options |= {"streamer": streamer, "all_layers": args.get("all_layers", True)}
+        return inspect(speculator, text, **options)
 
 
 # --- tune

@@ -171,7 +171,8 @@ def test_a_sweep_is_one_setting_per_value() -> None:
 def test_trace_shows_saves_and_draws_the_answer_of_generate(workplace: Path, call: Call) -> None:
     command = ["trace", "a b c", *MODEL, *DRAFTS, *SIX, "--raw"]
     outputs = ["--output", "t.jsonl", "--card", "card.png", "--html", "page.html"]
-    output = call([*command, *outputs]).out
+    output, err = call([*command, *outputs])
+    assert re.search(r"trace .* 6/\? tokens", err)
     trace = LayerTrace.load(Path("t.jsonl"))
     options = {"drafter": "exit:layers=2/4,threshold=0.05", "max_new_tokens": 6, "raw": True}
     answer = load("model", dtype="float32", heads="logit-lens").generate("a b c", **options)  # type: ignore[arg-type]  # checked by generate
