@@ -104,8 +104,12 @@ class Stream:
         return self
 
     def __next__(self) -> str:
-        with self._lock:
-            return next(self._pieces)
+        try:
+            with self._lock:
+                return next(self._pieces)
+        finally:
+            if self._closed:  # perhaps meanwhile, by a thread that did not get the lock
+                self.close()
 
     def __repr__(self) -> str:
         return f"<Stream: {len(self._tokens)} tokens so far. Iterate for its text>"
@@ -128,12 +132,18 @@ class Stream:
             handle.update(self.result)
 
     def close(self) -> None:
-        """Stop decoding; in the midst of a round, by a thread or a streamer, after that round."""
+        """Stop decoding; by a thread or a streamer in the midst of a round, after it at the latest.
+
+        Never waits: the thread that decodes may itself be waiting for this one, in a streamer.
+        """
         self._closed = True
-        with self._lock:
-            if getgeneratorstate(self._pieces) != GEN_RUNNING:
-                self._pieces.close()
-                self._running.close()
+        if self._lock.acquire(blocking=False):
+            try:
+                if getgeneratorstate(self._pieces) != GEN_RUNNING:
+                    self._pieces.close()
+                    self._running.close()
+            finally:
+                self._lock.release()
 
     @property
     def result(self) -> Generation:

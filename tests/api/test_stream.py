@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from html import unescape
 from itertools import pairwise
 from queue import SimpleQueue
+from threading import Event
 from typing import Any
 from unittest.mock import Mock
 
@@ -145,6 +146,27 @@ def test_threads_may_share_a_session_and_close_a_stream(speculator: Speculator) 
         stream.close()
     assert answers == [*map(answer, prompts)]
     assert 0 < len(future.result().token_ids) < 200
+
+
+def test_closing_does_not_wait_for_a_streamer_that_waits_itself(speculator: Speculator) -> None:
+    began, closed, heard = Event(), Event(), list[bool]()
+
+    def put(ids: Tensor) -> None:  # as into a full queue, which the thread that closes would empty
+        if ids.numel() == 1:
+            began.set()
+            heard.append(closed.wait(9))
+
+    streamer = Mock(put=put)
+    stream = speculator.stream(random_ids(13), max_new_tokens=200, streamer=streamer)
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(stream.drain)
+        began.wait(99)
+        stream.close()
+        closed.set()
+        assert 0 < len(future.result().token_ids) < 20
+    assert all(heard)
+    streamer.end.assert_called_once_with()
+    assert stream._running.ended
 
 
 def test_no_thread_takes_a_turn_while_a_streamer_might_take_one(speculator: Speculator) -> None:
