@@ -421,8 +421,11 @@ def _contender(
             _heads(speculator)
         speculation = stream.request.speculation
         lossy = speculation.speculate and speculation.loss is not None
+    source = method.source
+    if label and "exit" not in setting.get("drafter", ""):  # a sweep without heads
+        source = "as `generate` drafts here by itself, with this setting"
     label = label or ", ".join(f"{key}={as_word(value)}" for key, value in setting.items())
-    keywords: Any = {"source": method.source, "by": method.decode, "lossy": lossy}
+    keywords: Any = {"source": source, "by": method.decode, "lossy": lossy}
     return Contender(label=f"{name}({label})", method=name, setting=setting, **keywords)
 
 

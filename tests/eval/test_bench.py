@@ -522,6 +522,7 @@ def test_methods_with_drafts_need_heads_or_a_draft_model(bare: Speculator) -> No
     entries = swept(second, moves("draft-model.max_tokens=1,4"))
     drafters = [entry.setting["drafter"] for entry in entries]
     assert drafters == [f"draft-model:max_tokens={count}" for count in (1, 4)]
+    assert not any("SpecBound" in entry.source for entry in entries)
 
 
 def test_a_method_uses_the_drafter_that_it_names(speculator: Speculator) -> None:
