@@ -351,9 +351,10 @@ def report(
 ) -> None:
     """Gather results of benchmarks into one page."""
     check_packages("report", "pandas", "tabulate", "matplotlib")
-    from selfspec.eval.report import page, read_results
+    from selfspec.eval.report import FILES, page, read_results
 
-    path = files.check_file(output, overwrite=overwrite, reads=folders)
+    reads = [folder / name for folder in folders for name in FILES]
+    path = files.check_file(output, overwrite=overwrite, reads=reads)
     files.write(path, page([read_results(files.local_path(folder)) for folder in folders]))
     base.emit(f"{path}\n")
 

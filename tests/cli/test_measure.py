@@ -136,6 +136,8 @@ def test_results_are_neither_overwritten_nor_continued_unasked(
     assert run_of(workplace)["model"]["heads"] == "none"
     assert len(answers.read_text().splitlines()) == 2
     assert run_of(workplace)["run"]["methods"] == ["hugging-face", "plain", "ngram"]
+    report = ["report", "out", "--overwrite", "--output", "out/run.yaml"]
+    assert "out/run.yaml is read by the same command" in call(report, 2).err
 
 
 def test_a_failing_method_gives_exit_code_1_and_the_rest_of_the_table(
