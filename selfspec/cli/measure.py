@@ -411,7 +411,11 @@ def verify(*, as_json: base.AsJson = False, args: Args) -> None:
     else:
         for number, (claim, rung) in enumerate(rungs, start=1):
             base.emit(f"{number} {rung.outcome:<8} {claim}\n           {rung.found}\n")
-        base.emit(f"\n{speculator.label}, {counted(len(subject.cases), 'prompt')}: {verdict}\n")
+        left_out = len(questions) - len(subject.cases)
+        compared = counted(len(subject.cases), "prompt")
+        compared += f" ({left_out} left out, too long)" * bool(left_out)
+        compared += f", up to {counted(new_tokens, 'new token')} each"
+        base.emit(f"\n{speculator.label}, {compared}: {verdict}\n")
     if not passed:
         raise typer.Exit(1)
 

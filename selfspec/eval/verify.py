@@ -123,9 +123,10 @@ def verdict(rungs: Sequence[Rung]) -> str:
     climbed = [str(number) for number, rung in enumerate(rungs, 1) if rung.found != "--rungs"]
     if len(climbed) < len(rungs):
         return f"nothing differs on rung {', '.join(climbed)}; the others were not run"
+    own = "the text is the model's own" + " but for near ties" * (rungs[2].outcome == "skipped")
     if rungs[1].outcome == "passed":
-        return "lossless: the text is the model's own, and in pinned mode no draft moves a bit"
-    return "lossless up to rounding: the text is the model's own; bits could not be pinned here"
+        return f"lossless: {own}, and in pinned mode no draft moves a bit"
+    return f"lossless up to rounding: {own}; bits could not be pinned here"
 
 
 # --- the rungs

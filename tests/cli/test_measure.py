@@ -248,6 +248,7 @@ def test_a_planted_bug_fails(workplace: Path, call: Call, monkeypatch: pytest.Mo
     report = json.loads(call([*VERIFY, *flags.split()], 1).out)
     assert report["passed"] is False
     assert report["verdict"].startswith("NOT lossless")
+    assert lines[-1].startswith("model, 3 prompts, up to 6 new tokens each: lossless: ")
     assert (report["prompts"], report["max_new_tokens"]) == (1, 6)
     assert report["rungs"][2]["outcome"] == "skipped"
     assert {rung["outcome"] for rung in report["rungs"]} >= {"passed", "failed"}

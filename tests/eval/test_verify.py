@@ -179,6 +179,7 @@ def test_verdict_is_one_sentence() -> None:
     passed, failed, skipped = (Rung(o, "") for o in ("passed", "failed", "skipped"))
     for rungs, start in (
         ([passed] * 5, "lossless: "),
+        ([passed, passed, skipped], "lossless: the text is the model's own but for near ties,"),
         ([passed, skipped, skipped, passed, passed], "lossless up to rounding: "),
         ([passed, failed, passed, failed, passed], "NOT lossless: rung 2, 4 failed"),
     ):
