@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +38,15 @@ def suite_of(args: Args, limit: int) -> list[results.Question]:
     """The questions that the flags ask for; up to `limit` without --limit."""
     name, questions = args.get("suite", results.SIX_TASKS), args.get("questions")
     return results.load_suite(name, questions, args.get("limit", limit))
+
+
+def for_model(speculator: Speculator, questions: list[results.Question]) -> list[results.Question]:
+    """The questions; for a base model their first turns, which a note says that it continues."""
+    if not base.raw_flag(speculator.tokenizer):
+        return questions
+    advice = "If it is one for chats, give --chat-template"
+    base.note(f"{speculator.label} has no chat template: it continues each prompt. {advice}")
+    return [replace(question, turns=question.turns[:1]) for question in questions]
 
 
 # --- trace
@@ -168,7 +177,8 @@ def tune(*, as_json: base.AsJson = False, args: Args) -> None:
         notice = "nothing was tuned for this model and its heads on this machine\n"
         base.emit("".join(lines) or notice)
         return
-    prompts, objective = [one.turns[0] for one in questions], args.get("objective", "speed")
+    prompts = [one.turns[0] for one in for_model(speculator, questions)]
+    objective = args.get("objective", "speed")
     with base.bar("tune", "questions") as show:
         choice = tuning.tune(speculator, prompts, show, objective, new_tokens)
     fields, file = asdict(choice), None
@@ -239,7 +249,7 @@ def bench(*, as_json: base.AsJson = False, args: base.Given) -> None:
     if options.quality or own_text:
         check_packages("the quality of texts", "sacrebleu", "rouge_score")
     contenders = [entry for entries in grid.values() if len(entries) > 1 for entry in entries]
-    questions = split(suite, options, tuning=bool(contenders))
+    questions = split(for_model(speculator, suite), options, tuning=bool(contenders))
     record = _record(args, names, options, speculator, questions)
     runner, tuning = Bench(speculator=speculator, options=options), []
     with files.locked(folder):
@@ -321,7 +331,7 @@ def _concurrency(args: base.Given, options: results.BenchOptions, *, as_json: bo
     partial, total = folder / "concurrency.jsonl", len(texts) * len(names) * options.repeats
     costs = {} if overwrite else report.costs_of(partial)
     speculator = base.load(costs | args, runs_model=True)
-    record = _record(args, names, options, speculator, (suite, []))
+    record = _record(args, names, options, speculator, (for_model(speculator, suite), []))
     summary: dict[str, Any] = {"made_by": "selfspec bench", **record, "texts": list(texts)}
     with files.locked(folder), base.bar("concurrency", "measurements") as show:
         loads = results.resume(partial, summary, parse, overwrite=overwrite)
@@ -385,7 +395,7 @@ def verify(*, as_json: base.AsJson = False, args: Args) -> None:
     speculator = base.load(args, runs_model=True)
     subject = ladder.Subject(
         speculator=speculator,
-        cases=ladder.cases_of(speculator, questions, new_tokens),
+        cases=ladder.cases_of(speculator, for_model(speculator, questions), new_tokens),
         rungs=args.get("rungs", range(1, 8)),
         max_copy_gb=args.get("max_copy_gb", _COPY_GB),
     )

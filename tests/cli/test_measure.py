@@ -94,6 +94,15 @@ def test_peers_get_settings_from_other_prompts_and_lossy_methods_are_marked_and_
     assert summary["quality"]["plain"]["overall"]["exact_share"] == 1.0
 
 
+def test_a_base_model_continues_first_turns(workplace: Path, call: Call) -> None:
+    shutil.copytree("words", "untaught")
+    Path("untaught/chat_template.jinja").unlink()
+    Path("turns.jsonl").write_text('{"question_id": 1, "turns": ["a b", "c"]}\n')
+    flags = "--model untaught --suite turns.jsonl --output out --methods plain --max-new-tokens 3"
+    printed = call(["bench", *flags.split()])
+    assert "untaught has no chat template: it continues each prompt" in printed.err
+
+
 def test_what_is_named_twice_is_measured_once(workplace: Path, call: Call) -> None:
     twice = ["--concurrency", "1,1", "--methods", "plain,plain", "--repeats", "2", "--json"]
     summary = json.loads(call([*BENCH, "--limit", "1", *twice]).out)
@@ -239,6 +248,7 @@ def test_verify_prints_a_line_per_rung_and_a_verdict(workplace: Path, call: Call
     assert [line.split()[:2] for line in lines[0:10:2]] == [
         [str(number), "skipped" if number == 5 else "passed"] for number in range(1, 6)
     ]
+    assert lines[-1].startswith("model, 3 prompts, up to 6 new tokens each: lossless: ")
     assert lines[-1].endswith("no draft moves a bit")
 
 
@@ -248,7 +258,6 @@ def test_a_planted_bug_fails(workplace: Path, call: Call, monkeypatch: pytest.Mo
     report = json.loads(call([*VERIFY, *flags.split()], 1).out)
     assert report["passed"] is False
     assert report["verdict"].startswith("NOT lossless")
-    assert lines[-1].startswith("model, 3 prompts, up to 6 new tokens each: lossless: ")
     assert (report["prompts"], report["max_new_tokens"]) == (1, 6)
     assert report["rungs"][2]["outcome"] == "skipped"
     assert {rung["outcome"] for rung in report["rungs"]} >= {"passed", "failed"}
