@@ -705,11 +705,20 @@ def is_first() -> bool:
 
 
 def say_next(command: str, args: Args, *words: str) -> None:
-    """Print the next command to run with the same model, ready to paste."""
+    """Print the next command to run with the same model, ready to paste.
+
+    Only a chat template that was given as text must become a file; heads bring it themselves.
+    """
     if is_first():
         flags = {"model": "--model", "dtype": "--dtype", "chat_template": "--chat-template"}
-        pairs = [(flags[name], str(args[name])) for name in flags if name in args]
-        note(f"next: {shlex.join(['selfspec', command, *words, *itertools.chain(*pairs)])}")
+        values = {name: str(args[name]) for name in flags if name in args}
+        is_text, hint = "{" in values.get("chat_template", ""), ""
+        if is_text and "--heads" in words:
+            del values["chat_template"]
+        elif is_text:
+            values["chat_template"], hint = "FILE.jinja", " (FILE.jinja: the chat template in use)"
+        pairs = [(flags[name], value) for name, value in values.items()]
+        note(f"next: {shlex.join(['selfspec', command, *words, *itertools.chain(*pairs)])}{hint}")
 
 
 def raw_flag(tokenizer: object) -> list[str]:

@@ -89,7 +89,9 @@ def test_a_feature_cache_keeps_the_template(workplace: Path, tmp_path: Path, cal
     assert main([*cache, "--batch-tokens", "64"]) == 0
     output = call([*FIT, "--cache", features, "--output", heads]).err
     assert HeadsConfig.read(Path(heads)).chat_template == TEMPLATE
-    assert f"--seed 1 --model tiny-vicuna --dtype float32 --chat-template '{TEMPLATE}'" in output
+    assert "--dtype float32 --chat-template FILE.jinja (FILE.jinja: the chat template" in output
+    again = ["--cache", features, "--output", heads, "--overwrite", "--chat-template", TEMPLATE]
+    assert TEMPLATE not in call([*FIT, *again]).err
     other = tmp_path / "other.jsonl"
     other.write_text((json.dumps({"messages": dialogue("a b c a", "a b c a")}) + "\n") * 4)
     calibrate = ["calibrate", *MODEL, "--heads", heads, "--data", str(other), "--dry-run"]
