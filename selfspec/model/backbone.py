@@ -25,7 +25,7 @@ from selfspec.model.fingerprint import FileStamp, ModelWatch, Passed
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Claims, Decoder, Executor, States, without_gradients
 from selfspec.model.kv import POSITIONS, KVCache, Rows
-from selfspec.model.parts import Unembedding, check_model, unsupported
+from selfspec.model.parts import Unembedding, check_model
 from selfspec.model.weights import QuantisedWeight, keep_numbers, use_one_thread_after_fork
 
 logger = logging.getLogger(__name__)
@@ -133,6 +133,7 @@ class Backbone(Decoder):
         kinds, reason = (Tensor, nn.Parameter, QuantisedWeight), None
         if type(weight) not in kinds or not weight.is_floating_point():
             kind = type(getattr(weight, "data", weight)).__name__
+            kind = type(self.lm_head).__module__ if callable(weight) else kind
             reason = f"quantised ({kind}). Exclude lm_head from the quantisation"
         elif weight.is_meta or any(tensor.is_meta for tensor in self.parts.norm.parameters()):
             name = name if weight.is_meta else "the final norm"
@@ -311,5 +312,4 @@ class Backbone(Decoder):
                 logger.debug("not in %s: %s", mode.__name__, error)
                 errors.append(error)
                 self.mode = without_gradients
-        reason = f"does not run layer by layer: {first_line(errors[0])}"
-        raise unsupported(self.model, reason) from errors[0]
+        raise check.why_not_by_layers(self, errors[0]) from errors[0]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from selfspec.errors import UnsupportedModel
+from selfspec.errors import UnsupportedModel, first_line
 from selfspec.model.generic import MASKS, Decoder, Executor
 from selfspec.model.kv import POSITIONS, KVCache, Page, PageLayout, Rows
 from selfspec.model.parts import CACHE, GENERATING, attention_types, text_config, unsupported
@@ -141,6 +141,21 @@ def check_conformance(decoder: Decoder) -> list[Passage]:
             _require_equal(decoder.finish(logits), output.logits[0].float(), "the logits", decoder)
             passages.append(Passage(start, held, tuple(hidden), logits))
     return passages
+
+
+def why_not_by_layers(decoder: Decoder, error: Exception) -> UnsupportedModel:
+    """What to raise for a model whose layers, run one by one, raise `error`."""
+    name = type(decoder.model).__name__
+    if isinstance(error, AttributeError) and isinstance(error.obj, KVCache):
+        reason = f"asks its KV cache for {error.name}, which is not known here"
+        return unsupported(decoder.model, reason)
+    try:
+        with torch.no_grad(), evaluation(decoder.model):
+            decoder.model(torch.zeros(1, 2, dtype=torch.long, device=decoder.device))
+    except Exception as own:  # noqa: BLE001  # any module's own
+        problem = f"the forward of {name} itself fails: {first_line(own)}"
+        return UnsupportedModel(f"{problem}. Mend that first, for instance by another dtype")
+    return unsupported(decoder.model, f"does not run layer by layer: {first_line(error)}")
 
 
 def check_agreement(decoder: Decoder, other: Executor, passages: Sequence[Passage]) -> None:

@@ -154,8 +154,9 @@ def parts_of(model: PreTrainedModel) -> DecoderParts:
     config = text_config(model)
     if model.config.is_encoder_decoder:
         raise unsupported(model, "has an encoder, expected a decoder without one")
-    if model.get_output_embeddings() is None:
-        raise unsupported(model, "has no lm_head to read tokens from")
+    if not hasattr(head := model.get_output_embeddings(), "weight"):
+        kind = "no" if head is None else f"{type(head).__name__} as"
+        raise unsupported(model, f"has {kind} lm_head, expected a linear layer")
     decoder, layers = _decoder(model)
     if len(layers) < (count := config.num_hidden_layers):  # LongCat: two KV caches per layer
         raise unsupported(model, f"has {len(layers)} layers, expected the {count} of its config")
@@ -176,7 +177,7 @@ def parts_of(model: PreTrainedModel) -> DecoderParts:
         known = module in (embedding, layers, norm, rotary, learned)
         if not known and not isinstance(module, nn.Dropout):
             raise unsupported(model, f"has a decoder with {child}, a part that is not known")
-    used = nn.ModuleList([embedding, layers, norm, model.get_output_embeddings()])
+    used = nn.ModuleList([embedding, layers, norm, head])
     hooked = (part for part in model.modules() if hasattr(part, "_hf_hook"))
     loaded = {id(weight) for part in hooked for weight in part.parameters()}  # when it is called
     if any(weight.is_meta and id(weight) not in loaded for weight in used.parameters()):

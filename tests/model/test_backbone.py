@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from operator import setitem
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,6 +28,7 @@ from selfspec.model.check import captured_outputs
 from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Decoder
 from selfspec.model.kv import KVCache
+from selfspec.model.parts import CACHE
 from selfspec.model.weights import CompiledLinear, library
 from tests import ladder, models
 from tests.models import BREADTH, FAMILIES, addressless, make_model, needs_compiler, random_ids
@@ -167,6 +169,10 @@ def gpt2(change: Callable[[Any], None]) -> Any:
     return model
 
 
+def asking(forward: Any) -> Any:
+    return lambda **inputs: (inputs[CACHE].is_initialized, forward(**inputs))[1]  # as PaliGemma
+
+
 def qwen2(field: str, value: Any) -> Any:
     model = make_model("qwen2")
     setattr(model.config, field, value)
@@ -188,8 +194,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
 ]
 CHANGES: list[tuple[Callable[[Any], None], str]] = [
-    (lambda m: setattr(m, "get_output_embeddings", lambda: None), "has no lm_head to read"),
+    (lambda m: setattr(m, "get_output_embeddings", lambda: None), "has no lm_head, expected"),
     (lambda m: setattr(m.config, "is_encoder_decoder", True), "has an encoder, expected a decoder"),
+    (lambda m: setattr(m, "lm_head", nn.Sequential(m.lm_head)), "has Sequential as lm_head"),
+    (lambda m: setattr(m, "forward", asking(m.forward)), "asks its KV cache for is_initialized"),
     (lambda m: delattr(m.transformer, "wte"), "has no embedding named embed_tokens"),
     (lambda m: delattr(m.transformer, "h"), "has no list of layers named layers, h"),
     # an argument that may be left out
@@ -280,6 +288,9 @@ def test_weights_of_another_type_run_unpacked() -> None:
     backbone = same_as_the_model(model, drafter="ngram")
     with pytest.raises(UnsupportedModel, match=r"quantised \(Hidden\).*drafter='ngram'"):
         _ = backbone.unembedding
+    backbone.lm_head = SimpleNamespace(weight=lambda: None)  # as torch.ao's
+    with pytest.raises(UnsupportedModel, match=r"quantised \(types\)"):
+        _ = backbone.unembedding
 
 
 class NeedsVersions(nn.Linear):
@@ -349,7 +360,7 @@ def test_models_with_extra_tokens_are_refused_by_name() -> None:
 def test_a_model_that_breaks_is_refused_in_one_line() -> None:
     model: Any = make_model("llama")
     model.model.layers[2].forward = lambda *_, **__: (_ for _ in ()).throw(KeyError("a\nb"))
-    with pytest.raises(UnsupportedModel, match="does not run layer by layer: 'a") as caught:
+    with pytest.raises(UnsupportedModel, match="CausalLM itself fails: 'a") as caught:
         Backbone(model)
     assert "\n" not in str(caught.value)
     assert not any(layer._forward_hooks for layer in model.model.layers)
