@@ -47,6 +47,9 @@ def test_a_loop_of_another_model_is_refused(speculator: Speculator) -> None:
     other: Any = make_model("llama")
     with pytest.raises(InvalidOption, match="another model"):
         other.generate(random_ids(4), custom_generate=speculator.hf())
+    other.get_base_model = None  # PEFT's models have it
+    with pytest.raises(InvalidOption, match=r"Wrap PEFT's get_base_model\(\)"):
+        other.generate(random_ids(4), custom_generate=speculator.hf())
 
 
 def test_many_generations_leak_no_tensors(speculator: Speculator) -> None:
