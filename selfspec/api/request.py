@@ -280,6 +280,9 @@ def prepare(
             input_ids, stopping_criteria=criteria, custom_generate=_hand_back, **keywords
         )
     except _REFUSALS as error:
+        config = keywords.get("generation_config") or model.generation_config
+        fields = {name: value for name, value in vars(config).items() if value is not None}
+        check_types(fields, annotations_of(GenerateOptions), "in the generation_config, ")
         reason = first_line(error)
         advice = "Change that option, or leave it out, of the model's generation_config too"
         raise InvalidOption(f"{reason}. {advice}") from error
@@ -354,7 +357,7 @@ def from_prepared(
         pads=pads,
         sampler=sampler if seed is None else sampler.seeded(seed, input_ids.device),
         max_length=max_length,
-        end_tokens=frozenset(token for entry in ends for token in entry.eos_token_id.tolist()),
+        end_tokens=frozenset(int(end) for entry in ends for end in entry.eos_token_id.flatten()),
         criteria=StoppingCriteriaList(entry for entry in criteria if type(entry) not in kinds),
         max_time=config.max_time,
         context_length=backbone.max_positions,

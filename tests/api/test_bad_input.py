@@ -323,6 +323,11 @@ def asked(model: Any, **options: Any) -> Any:
     return speaking(model).call(IDS, options)  # type: ignore[arg-type]  # the mistake
 
 
+def with_ends(model: Any, *ends: Any) -> None:
+    for end in ends:
+        with_config(wrap(model), {"eos_token_id": end})
+
+
 class Holder(torch.nn.Module):
     """A user's module around a model, with some of its methods."""
 
@@ -354,6 +359,7 @@ WRONG: list[tuple[Call, str]] = [
     (lambda model: wrap(model, colour=3), "unknown option 'colour'"),
     (lambda model: wrap(model, head="logit-lens"), "Did you mean heads"),
     (lambda model: asked(model, stop=5), "Did you mean stop_strings"),
+    (lambda model: with_ends(model, [[2]], "2"), "config, eos_token_id is '2', expected a whole"),
     (lambda model: wrap(model).generate(IDS, acceptance="lenient"), "do_sample"),
     (lambda model: asked(model, max_tokens=5), "Did you mean max_new_tokens"),
     (lambda model: asked(model, chat_template_kwargs={"a": 1}), "kwargs needs text in a chat temp"),
