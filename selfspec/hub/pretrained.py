@@ -55,6 +55,9 @@ def check_model_folder(folder: Path) -> Shapes:
             kind = hint_name(type(values))
             raise InvalidData(f"{folder / name} holds {kind}, expected an object")
     plain = configs["config.json"].get("quantization_config") is None
+    if plain and (folder / "quantize_config.json").exists():  # older GPTQ folders
+        reason = "has quantize_config.json, but no quantization_config in config.json"
+        raise InvalidData(f'{folder} {reason}. Copy it there, with "quant_method": "gptq"')
     shapes = {name: shape for file in weight_files(folder) for name, shape in _shapes(file, plain)}
     check_sizes(configs["config.json"], shapes)
     return shapes
