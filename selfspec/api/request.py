@@ -545,6 +545,9 @@ class Grammars:
         tokenizer: Any = self._tokenizer
         if tokenizer is None:
             raise InvalidOption("a grammar needs a tokenizer. Give one to selfspec.wrap")
+        if len(tokenizer) > self._vocab_size:
+            counts = f"its tokenizer has {len(tokenizer)} tokens, the model {self._vocab_size}"
+            raise InvalidOption(f"a grammar needs a logit for each token: {counts}. Leave it out")
         try:
             return from_tokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=sorted(ends))
         except ValueError as error:

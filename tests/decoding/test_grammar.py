@@ -205,6 +205,8 @@ def test_a_missing_package_or_an_unsuitable_tokenizer_is_named(
 ) -> None:
     with pytest.raises(InvalidOption, match=r"tokenizers library, this is \w+: [^\n]+$"):
         Grammars(make_tokenizer(), VOCAB_SIZE).mask(grammar_of_schema(True), [1])
+    with pytest.raises(InvalidOption, match="its tokenizer has 10 tokens, the model 9"):
+        Grammars(make_tokenizer(), 9).mask(grammar_of_schema(True), [1])
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidOption, match=r"pip install 'selfspec\[serve\]'"):
         model.generate("A", json_schema=True)
