@@ -69,6 +69,10 @@ def _interrupted() -> int:
 def main(arguments: Sequence[str]) -> int:
     args = reorder(arguments)
     try:
+        if sys.flags.optimize > 1:  # no docstrings
+            from selfspec.errors import SelfspecError
+
+            raise SelfspecError("transformers cannot run under python -OO. Leave it out, or use -O")
         code = int(app()(args=args, prog_name="selfspec", standalone_mode=False) or 0)
     except KeyboardInterrupt:
         code = INTERRUPTED

@@ -144,6 +144,12 @@ def test_closed_or_full_streams(words: str, code: int, said: str, tmp_path: Path
     assert len(result.stderr.splitlines()) <= 1
 
 
+def test_a_python_without_docstrings_is_refused(tmp_path: Path) -> None:
+    run = shell("selfspec heads list", tmp_path, PYTHONOPTIMIZE="2")
+    assert run.returncode == 2
+    assert "transformers cannot run under python -OO" in run.stderr
+
+
 def test_a_terminal_of_no_columns_loses_no_line(tmp_path: Path) -> None:
     trace = lzma.decompress((ROOT / "docs/gallery/sum.jsonl.xz").read_bytes())
     (tmp_path / "sum.jsonl").write_bytes(trace)
