@@ -553,6 +553,6 @@ class Grammars:
         except ValueError as error:
             kind = type(tokenizer).__name__
             raise InvalidOption(
-                f"a grammar needs a decoder of the tokenizers library, this is {kind}: "
-                f"{first_line(error)}. Leave json_schema and grammar out"
+                f"a grammar cannot be used with this tokenizer, {kind}: {first_line(error)}. "
+                "Leave json_schema and grammar out"
             ) from error

@@ -203,7 +203,7 @@ def test_unusable_grammars_are_refused(
 def test_a_missing_package_or_an_unsuitable_tokenizer_is_named(
     model: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InvalidOption, match=r"tokenizers library, this is \w+: [^\n]+$"):
+    with pytest.raises(InvalidOption, match=r"used with this tokenizer, \w+: [^\n]+$"):
         Grammars(make_tokenizer(), VOCAB_SIZE).mask(grammar_of_schema(True), [1])
     with pytest.raises(InvalidOption, match="its tokenizer has 10 tokens, the model 9"):
         Grammars(make_tokenizer(), 9).mask(grammar_of_schema(True), [1])
