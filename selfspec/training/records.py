@@ -105,7 +105,8 @@ def card_of(folder: Path, licence: str | None = None, heads: str = "HEADS") -> s
             heads,
         )
     except (TemplateError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidData(f"the records make no card: {type(error).__name__} {error}") from error
+        reason = f"metrics.json or calibration.json makes no card ({type(error).__name__} {error})"
+        raise InvalidData(f"{reason}. Run selfspec calibrate, or fit, again") from error
 
 
 def hub_files(folder: Path, name: str, licence: str | None = None) -> dict[str, str | bytes]:

