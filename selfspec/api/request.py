@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups"), (None, 1)),
     "penalty_alpha": (None, 0),
     "use_cache": (None, True),
-    "cache_implementation": (None, "dynamic"),
+    "cache_implementation": (None, "dynamic", "static"),
     **dict.fromkeys(("dola_layers", "constraints", "force_words_ids"), (None,)),
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit"), (None,)),
     **dict.fromkeys(("assistant_ensemble_weight", "speculation_type"), (None,)),
@@ -186,7 +186,10 @@ class Request:
 
 
 def check_options(options: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Check the keywords of `generate`, and drop those without effect. Raises InvalidOption."""
+    """Check the keywords of `generate`, and drop those without effect. Raises InvalidOption.
+
+    `num_beams=1` has one if the model's generation_config asks for beams.
+    """
     hints = annotations_of(GenerateOptions)
     fields = {k: value for k, value in options.items() if not _is_in(value, _OF_A_CALL.get(k, ()))}
     for name in fields.keys() & REFUSED.keys():
@@ -214,6 +217,8 @@ def check_options(options: Mapping[str, Any], vocab_size: int) -> dict[str, Any]
                 raise InvalidOption(
                     f"{name} holds {shown(token)}, expected ids in 0..{vocab_size - 1}"
                 )
+    if config is None and options.get("num_beams") == 1:
+        fields["num_beams"] = 1
     return {name: _python_value(value) for name, value in fields.items()}
 
 

@@ -55,9 +55,6 @@ def check_model_folder(folder: Path) -> Shapes:
             kind = hint_name(type(values))
             raise InvalidData(f"{folder / name} holds {kind}, expected an object")
     plain = configs["config.json"].get("quantization_config") is None
-    if plain and (folder / "quantize_config.json").exists():  # older GPTQ folders
-        reason = "has quantize_config.json, but no quantization_config in config.json"
-        raise InvalidData(f'{folder} {reason}. Copy it there, with "quant_method": "gptq"')
     shapes = {name: shape for file in weight_files(folder) for name, shape in _shapes(file, plain)}
     check_sizes(configs["config.json"], shapes)
     return shapes
@@ -109,7 +106,10 @@ def _shapes(file: Path, plain: bool) -> Iterator[tuple[str, list[int]]]:
     for name, (dtype, shape) in check_safetensors(file).items():
         known = dtype in _NUMBERS or name.rpartition(".")[2] in _WHOLE
         if plain and not known and (name.endswith("weight") or dtype not in _MASKS):
-            raise InvalidData(f"{file}: {name} holds {dtype}, expected {', '.join(_NUMBERS)}")
+            error = f"{file}: {name} holds {dtype}, expected {', '.join(_NUMBERS)}"
+            if file.with_name("quantize_config.json").exists():  # an old GPTQ folder
+                error += '. Copy quantize_config.json into config.json, as "quantization_config"'
+            raise InvalidData(error)
         yield name, shape
 
 

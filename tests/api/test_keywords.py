@@ -66,7 +66,8 @@ def test_unknown_fields_of_a_models_config_pass(
 ) -> None:
     # no warning about keywords that the caller did not give
     monkeypatch.setattr("transformers.generation.utils.logger.warning_once", pytest.fail)
-    config = GenerationConfig(max_new_tokens=5, chat_format="chatml", max_window_size=24000)
+    mine = {"chat_format": "chatml", "max_window_size": 24000}
+    config = GenerationConfig(max_new_tokens=5, cache_implementation="static", **mine)
     answer = speculator.generate(random_ids(LENGTH), generation_config=config)
     expected = exact.generate(random_ids(LENGTH), generation_config=config)
     assert answer.token_ids == expected[0, LENGTH:].tolist()
@@ -78,7 +79,7 @@ NEUTRAL_VALUES: dict[str, Any] = {
     **{"assistant_confidence_threshold": 0.9, "max_matching_ngram_size": 2},
     **dict.fromkeys(("assistant_lookbehind", "target_lookbehind", "bos_token_id"), 3),
     **{"disable_compile": True, "low_memory": True, "prefill_chunk_size": 4},
-    **{"decoder_start_token_id": 3, "max_cache_len": 99, "cache_implementation": "dynamic"},
+    **{"decoder_start_token_id": 3, "max_cache_len": 99, "cache_implementation": "static"},
     # keywords of the forward pass with their default meaning
     **{"logits_to_keep": 1, "use_cache": True, "token_type_ids": None, "output_attentions": None},
     "position_ids": torch.arange(LENGTH)[None],
@@ -303,4 +304,5 @@ def test_refused_keywords_may_have_neutral_values(
     expected = speculator.generate(random_ids(9), **options).token_ids
     options |= {"use_cache": True, "num_beams": 1, "output_scores": None, "synced_gpus": False}
     options["return_dict_in_generate"] = False
+    monkeypatch.setattr(config, "num_beams", 4)
     assert speculator.generate(random_ids(9), **options).token_ids == expected

@@ -459,7 +459,10 @@ MODELS: dict[str, Change] = {
     f"{INDEX} names '../it/part": in_parts(lambda name: f"../it/{name}"),
     f"{INDEX} names 'config.json', which is no .safetensors": in_parts(lambda name: "config.json"),
     "names 'mine', which": config(quantization_config={"quant_method": "mine", "bits": 4}),
-    'Copy it there, with "quant_method": "gptq"': replaced("quantize_config.json", Path.touch),
+    'into config.json, as "quantization_config"': lambda folder: (
+        (folder / "quantize_config.json").write_text("{}"),
+        tensors(lambda t: t.update({NORM: t[NORM].int()}))(folder),
+    ),
     "are quantised, and none": config(quantization_config={"quant_method": "gptq", "bits": 4}),
     "data did not match any variant": lambda folder: (path := folder / "tokenizer.json").write_text(
         path.read_text().replace('"WordLevel"', '"Mine"')
