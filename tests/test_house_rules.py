@@ -29,8 +29,8 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27_392,
-    "model": 6838,
+    "tests/": 27_405,
+    "model": 6854,
     "decoding": 4736,
     "training": 3712,
     "eval": 2795,

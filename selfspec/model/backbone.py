@@ -26,7 +26,7 @@ from selfspec.model.fused import FusedExecutor
 from selfspec.model.generic import Claims, Decoder, Executor, States, without_gradients
 from selfspec.model.kv import POSITIONS, KVCache, Rows
 from selfspec.model.parts import Unembedding, check_model
-from selfspec.model.weights import QuantisedWeight, keep_numbers, use_one_thread_after_fork
+from selfspec.model.weights import TEAM, QuantisedWeight, keep_numbers, use_one_thread_after_fork
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class Backbone(Decoder):
     Raises UnsupportedModel if the parts do not give exactly what `model.forward` gives.
     """
 
+    @TEAM.probed()
     def __init__(
         self,
         model: PreTrainedModel,

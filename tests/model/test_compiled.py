@@ -435,6 +435,19 @@ def test_all_threads_return_when_other_programs_have_ended(machine: Machine) -> 
     assert 2 in machine.run(0.2)  # retries soon: a quiet phase resets the waiting time
 
 
+def test_loading_leaves_out_threads_without_a_free_core(machine: Machine) -> None:
+    def tick() -> float:
+        machine.wall_s += 0.01
+        machine.processor_s += 0.01 * min(torch.get_num_threads(), 2 - machine.others)
+        return machine.wall_s
+
+    machine.team = Team(tick, lambda: machine.processor_s, 2)
+    for machine.others in (0.0, 1.0):
+        with machine.team.probed():
+            assert torch.get_num_threads() == 2 - machine.others
+    assert torch.get_num_threads() == 2
+
+
 def test_the_users_number_of_threads_is_restored_after_a_round(machine: Machine) -> None:
     machine.others = 1.0
     machine.run(0.1)
