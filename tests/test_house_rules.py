@@ -29,7 +29,7 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27_405,
+    "tests/": 27_406,
     "model": 6854,
     "decoding": 4736,
     "training": 3712,
