@@ -29,9 +29,9 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27_406,
-    "model": 6854,
-    "decoding": 4736,
+    "tests/": 27_432,
+    "model": 6882,
+    "decoding": 4746,
     "training": 3712,
     "eval": 2795,
     "eval/": 3438,

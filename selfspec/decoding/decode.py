@@ -91,7 +91,7 @@ def enter(state: DecodeState) -> Steps[None]:
         if count >= len(waiting):
             return
         state.hidden.push((yield Embed(state.backbone, waiting[:count])))
-        yield from state.hidden.advance_all()
+        yield from state.hidden.advance_all(read=0)
         state.keep_states(range(count))
         state.hidden.clear(state.hidden.passes)
 
@@ -120,8 +120,8 @@ def verify(state: DecodeState, draft: Draft) -> Steps[Target]:
         state.hidden.push(hidden, parents[state.hidden.row_count :])
     if (pushed := state.hidden.row_count) != len(pending):
         raise InvalidDraft(f"{pushed} rows were queued for {len(pending)} tokens")
-    hidden = yield from state.hidden.advance_all()
     count = len(draft.proposed) + 1
+    hidden = yield from state.hidden.advance_all(read=count)
     state.judge(count)
     target = yield from state.hidden.unembed(hidden[-count:])
     state.normed = target.normed

@@ -84,6 +84,7 @@ class Run(Work):
     least_rows: int = 1  # minimum rows of a pass: shorter passes are padded
     state_layers: Sequence[int] = ()  # layers whose output is kept in `layer_states`
     layer_states: dict[int, Tensor] = field(default_factory=dict)
+    read: int | None = None  # rows at the end whose output is read, as in a Span
 
     @property
     def priority(self) -> tuple[int, int, int]:
@@ -102,7 +103,8 @@ class Run(Work):
                 stop = other.first
         states: dict[int, list[Tensor]] = {layer: [] for run in alike for layer in run.state_layers}
         blocks = [with_zeros(work.hidden, work.least_rows) for work in alike]  # padded if alone
-        rows = Rows.joined([work._rows(len(b)) for work, b in zip(alike, blocks, strict=True)])
+        pairs = zip(alike, blocks, strict=True)
+        rows = Rows.joined([work._rows(len(block), stop) for work, block in pairs])
         hidden = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         outputs = backbone.run(hidden, first, stop, rows, states)
         counts = [len(work.hidden) for work in alike]
@@ -119,11 +121,13 @@ class Run(Work):
                 work.layer_states[stop] = output
         return [work.hidden if work.first == work.last else None for work in alike]
 
-    def _rows(self, count: int) -> Rows:
+    def _rows(self, count: int, stop: int) -> Rows:
         parents = self.parents
         if parents is not None:
             parents = [*parents, *range(len(parents) - 1, count - 1)]
-        return Rows.of(self.kv, self.kv.length(self.first), count, self.hidden.device, parents)
+        read = self.read if stop == self.last and count == len(self.hidden) else None
+        start = self.kv.length(self.first)
+        return Rows.of(self.kv, start, count, self.hidden.device, parents, read)
 
 
 @dataclass(eq=False)
@@ -315,8 +319,13 @@ class HiddenCache:
             queue[:] = [torch.cat(queue)]
         return queue[0]
 
-    def advance(self, boundary: int, until: int | None = None) -> Steps[Tensor]:
-        """Run all rows at `boundary` to `until` (default: the next); returns them, [rows, d]."""
+    def advance(
+        self, boundary: int, until: int | None = None, read: int | None = None
+    ) -> Steps[Tensor]:
+        """Run all rows at `boundary` to `until` (default: the next); returns them, [rows, d].
+
+        `read`: as in a Span.
+        """
         until = boundary + 1 if until is None else until
         hidden = self.rows(boundary)
         step = Pass(len(hidden), self.depths[boundary], self.depths[until])
@@ -324,15 +333,15 @@ class HiddenCache:
             self.passes.append(step)
             tree, least_rows = self._tree(step), self.least_rows
             work = Run(self._backbone, self._kv, hidden, step.first, step.last, tree, least_rows)
-            work.state_layers = self.state_layers
+            work.state_layers, work.read = self.state_layers, read
             hidden = yield work
             self._pass_states = work.layer_states
         self._queues[boundary].clear()
         self._queues[until].append(hidden)
         return hidden
 
-    def advance_all(self) -> Steps[Tensor]:
-        """Run every row to the last boundary; returns all, [rows, d].
+    def advance_all(self, read: int | None = None) -> Steps[Tensor]:
+        """Run every row to the last boundary; returns all, [rows, d]. `read`: as in a Span.
 
         Each pass stops at the next boundary where rows wait and takes them along, so that all rows
         share one deep pass from the deepest exit on.
@@ -340,7 +349,8 @@ class HiddenCache:
         *boundaries, last = range(len(self._queues))
         for boundary, until in pairwise([*(at for at in boundaries if self._queues[at]), last]):
             inputs = self.rows(boundary)
-            yield from self.advance(boundary, until)
+            ends = until == last and self.depths[last] not in self.state_layers
+            yield from self.advance(boundary, until, read if ends else None)
         hidden = self.rows(last)
         if self.state_layers:
             by_layer = {0: inputs, **self._pass_states, self.depths[-1]: hidden}

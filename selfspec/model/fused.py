@@ -128,7 +128,7 @@ class Program:
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         """`width`: numbers of a row of HIDDEN. Raises ValueError if nothing can be compiled."""
-        self._run = library(dtype).run
+        self._kernel = library(dtype).run
         self._dtype, self._widths = dtype, [width]
         self._widest = 0  # inputs of a linear layer
         self._numbers: dict[tuple[str, int], int] = {}
@@ -286,7 +286,9 @@ class Program:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run [T, d] through layers first+1..last; adds T positions to the KV caches.
 
-        Also returns kept outputs, by layer. `rotations`: [T, pairs], complex. Raises ValueError.
+        Also returns kept outputs, by layer. `rotations`: [T, pairs], complex. Of a single sequence
+        the last layer computes keys and values of all rows, and the rest of those that are read.
+        Raises ValueError.
         """
         ends = list(accumulate(span.count for span in spans))
         caches = {id(span.kv) for span in spans}
@@ -304,7 +306,8 @@ class Program:
         # zeros, since copies are made by adding
         outputs = {layer: rows.new_zeros(rows.shape) for layer in self._copies}
         copies = {self._copies[layer]: output for layer, output in outputs.items()}
-        self._call(pass_, {HIDDEN: hidden, **copies}, first, last)
+        read = spans[0].read if len(spans) == 1 else None
+        self._call(pass_, {HIDDEN: hidden, **copies}, first, last, read)
         for span in spans:
             span.kv.extend(span.count, first, last)
         return hidden, outputs
@@ -337,7 +340,14 @@ class Program:
         self._call(Pass(), {HIDDEN: rows.contiguous(), **buffers}, 0, layers)
         return [*buffers.values()]
 
-    def _call(self, pass_: Pass, buffers: Mapping[int, Tensor], first: int, last: int) -> None:
+    def _call(
+        self,
+        pass_: Pass,
+        buffers: Mapping[int, Tensor],
+        first: int,
+        last: int,
+        read: int | None = None,
+    ) -> None:
         """Run layers first+1..last; `buffers`: the caller's, HIDDEN among them."""
         rows, size = buffers[HIDDEN], self._dtype.itemsize
         if rows.dtype != self._dtype or rows.shape[-1] != self._widths[0]:  # else memory is misread
@@ -355,10 +365,21 @@ class Program:
         # inputs as they are, in the order of blocks, and summed by groups
         room = torch.empty(count + _SPARE, 3 * self._widest + _SPARE, dtype=torch.float32)
         pass_.rows, pass_.room, pass_.buffers = count, room.data_ptr(), pointers(places)
-        start, end = self._starts[first], self._starts[last]
-        address = ctypes.addressof(self._table) + start * ctypes.sizeof(Operation)
+        start, middle, end = self._starts[first], self._starts[last], self._starts[last]
+        read = count if read is None else read
+        if read < count:  # after the last attention, rows do not need each other
+            middle = 1 + max(at for at in range(start, end) if self._table[at].kind == Kind.ATTEND)
         with TEAM.measured():
-            self._run(end - start, address, ctypes.addressof(pass_))
+            self._run(start, middle, pass_)
+            if read < count:
+                pass_.rows, skipped = read, (count - read) * size
+                moved = zip(places, self._widths, strict=True)
+                pass_.buffers = pointers([place + skipped * width for place, width in moved])
+                self._run(middle, end, pass_)
+
+    def _run(self, start: int, end: int, pass_: Pass) -> None:
+        address = ctypes.addressof(self._table) + start * ctypes.sizeof(Operation)
+        self._kernel(end - start, address, ctypes.addressof(pass_))
 
     def _require_width(self, buffer: int, width: int) -> None:
         """Raise ValueError if an operation would read or write outside its buffer."""
@@ -463,12 +484,7 @@ class FusedExecutor:
         if len(hidden) > _BLOCK_ROWS and (len(rows.spans) > 1 or rows.are_chains):
             parts = rows.parts(hidden, _BLOCK_ROWS)
             if len(rows.spans) == 1:  # of a prompt, block by block
-                kv, start, device = rows.span.kv, rows.span.start, rows.device
-                blocks = enumerate(hidden.split(_BLOCK_ROWS))
-                parts = (
-                    (block, Rows.of(kv, start + index * _BLOCK_ROWS, len(block), device))
-                    for index, block in blocks
-                )
+                parts = rows.blocks(hidden, _BLOCK_ROWS)
             return torch.cat([self.run(block, first, last, part, states) for block, part in parts])
         span = rows.spans[0]
         turns = self._rotations.at(hidden, rows.spans, span.start - span.kv.length(first))

@@ -248,6 +248,7 @@ class Span:
     parents: tuple[int, ...] | None = None
     """None: each row follows the one before. Else, for each row, the earlier row of the span that
     it follows; -1: the newest held position, -2: the one before it, and so on."""
+    read: int | None = None  # rows at the end whose output is read; None: all
 
     @property
     def positions(self) -> Sequence[int]:
@@ -272,9 +273,11 @@ class Rows:
         count: int,
         device: torch.device,
         parents: Sequence[int] | None = None,
+        read: int | None = None,
     ) -> Rows:
         """`count` rows of one sequence after its first `start` positions: a chain, or a tree."""
-        return cls(device, (Span(kv, count, start, None if parents is None else tuple(parents)),))
+        parents = None if parents is None else tuple(parents)
+        return cls(device, (Span(kv, count, start, parents, read),))
 
     @classmethod
     def joined(cls, parts: Sequence[Rows]) -> Rows:
@@ -310,6 +313,15 @@ class Rows:
         blocks = hidden.split([sum(span.count for span in group) for group in groups])
         for block, group in zip(blocks, groups, strict=True):
             yield block, Rows(self.device, tuple(group))
+
+    def blocks(self, hidden: Tensor, most: int) -> Iterator[tuple[Tensor, Rows]]:
+        """The block [T, d] and its rows, a single chain, in parts of up to `most` rows."""
+        span, before = self.span, 0
+        for block in hidden.split(most):
+            after = span.count - before - len(block)
+            read = None if span.read is None else max(span.read - after, 0)
+            yield block, Rows.of(span.kv, span.start + before, len(block), self.device, None, read)
+            before += len(block)
 
 
 def upload(numbers: Sequence[int], device: torch.device) -> Tensor:

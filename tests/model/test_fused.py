@@ -304,6 +304,32 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.Mon
         assert torch.equal(torch.stack(states(6)), expected)
 
 
+@pytest.mark.parametrize("family", ["llama", "cohere", "gpt_neox", "gemma2"])
+def test_rows_that_nobody_reads_leave_the_last_layer_early(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """What is read has the same bits, and so do keys and values, which later rows read."""
+    backbone, ids = Backbone(make_model(family), executor="fused"), random_ids(50)[0]
+
+    def outputs(read: int | None) -> list[Tensor]:
+        kv, hidden = KVCache(backbone.num_layers), backbone.embed(ids[:40])
+        rows, states = Rows.of(kv, 0, 40, ids.device, read=read), {3: list[Tensor]()}
+        output = backbone.run(hidden, 0, backbone.num_layers, rows, states)
+        after = Rows.of(kv, 40, 10, ids.device)
+        later = backbone.run(backbone.embed(ids[40:]), 0, backbone.num_layers, after)
+        return [torch.cat(states[3]), later, output]
+
+    with torch.inference_mode():
+        *expected, full = outputs(None)
+        for size in (1024, 16):
+            monkeypatch.setattr("selfspec.model.fused._BLOCK_ROWS", size)
+            for read in (0, 1, 10, 40):
+                *others, output = outputs(read)
+                assert all(map(torch.equal, others, expected))
+                assert torch.equal(output[40 - read :], full[40 - read :])
+                assert torch.equal(output, full) == (read == 40)
+
+
 # --- several texts in one pass
 
 

@@ -54,7 +54,7 @@ class DraftCache:
         # an id of the target's padding has no embedding here: a wrong one costs at most a draft
         inputs = [min(token, self.backbone.vocab_size - 1) for token in ids]
         self._hidden.push((yield Embed(self.backbone, inputs)))
-        hidden = yield from self._hidden.advance_all()
+        hidden = yield from self._hidden.advance_all(read=1)
         self._cached_ids += ids
         logits = (yield from self._hidden.unembed(hidden[-1:])).logits
         missing = self._vocab_size - logits.shape[1]
