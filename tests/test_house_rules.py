@@ -29,8 +29,8 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27_432,
-    "model": 6882,
+    "tests/": 27_435,
+    "model": 6897,
     "decoding": 4746,
     "training": 3712,
     "eval": 2795,

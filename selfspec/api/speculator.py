@@ -588,9 +588,9 @@ def _loop(
 ) -> Answers:
     """A `custom_generate` for one model. Returns prompts and answers [B, longest], right-padded."""
     if model is not speculator.model:
-        is_peft = hasattr(model, "get_base_model") or hasattr(speculator.model, "get_base_model")
-        advice = "Wrap PEFT's get_base_model(), and call PEFT's own generate"
-        advice = advice if is_peft else "Wrap that model"
+        advice = "Wrap that model"
+        if hasattr(model, "get_base_model") or hasattr(speculator.model, "get_base_model"):
+            advice = "Wrap PEFT's get_base_model(), and call PEFT's own generate"
         raise InvalidOption(f"this custom_generate belongs to another model. {advice}")
     for name, advice in _UNHEARD.items():
         if _generate_local(name) or (_generate_local("kwargs") or {}).get(name) is not None:

@@ -286,9 +286,8 @@ class Program:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run [T, d] through layers first+1..last; adds T positions to the KV caches.
 
-        Also returns kept outputs, by layer. `rotations`: [T, pairs], complex. Of a single sequence
-        the last layer computes keys and values of all rows, and the rest of those that are read.
-        Raises ValueError.
+        Also returns kept outputs, by layer. `rotations`: [T, pairs], complex. The last layer makes
+        keys and values of all rows, and the rest of those that are read. Raises ValueError.
         """
         ends = list(accumulate(span.count for span in spans))
         caches = {id(span.kv) for span in spans}
@@ -306,7 +305,8 @@ class Program:
         # zeros, since copies are made by adding
         outputs = {layer: rows.new_zeros(rows.shape) for layer in self._copies}
         copies = {self._copies[layer]: output for layer, output in outputs.items()}
-        read = spans[0].read if len(spans) == 1 else None
+        pairs = zip(spans, ends, strict=True)
+        read = [row for span, end in pairs for row in range(end - span.read_count, end)]
         self._call(pass_, {HIDDEN: hidden, **copies}, first, last, read)
         for span in spans:
             span.kv.extend(span.count, first, last)
@@ -346,9 +346,12 @@ class Program:
         buffers: Mapping[int, Tensor],
         first: int,
         last: int,
-        read: int | None = None,
+        read: list[int] | None = None,
     ) -> None:
-        """Run layers first+1..last; `buffers`: the caller's, HIDDEN among them."""
+        """Run layers first+1..last; `buffers`: the caller's, HIDDEN among them.
+
+        `read`: the rows whose output is read; None: all.
+        """
         rows, size = buffers[HIDDEN], self._dtype.itemsize
         if rows.dtype != self._dtype or rows.shape[-1] != self._widths[0]:  # else memory is misread
             raise ValueError(f"rows are {rows.dtype} {tuple(rows.shape)}, not of these layers")
@@ -366,16 +369,24 @@ class Program:
         room = torch.empty(count + _SPARE, 3 * self._widest + _SPARE, dtype=torch.float32)
         pass_.rows, pass_.room, pass_.buffers = count, room.data_ptr(), pointers(places)
         start, middle, end = self._starts[first], self._starts[last], self._starts[last]
-        read = count if read is None else read
-        if read < count:  # after the last attention, rows do not need each other
+        if read is not None and len(read) < count:  # attention is the last to need the others
             middle = 1 + max(at for at in range(start, end) if self._table[at].kind == Kind.ATTEND)
         with TEAM.measured():
             self._run(start, middle, pass_)
-            if read < count:
-                pass_.rows, skipped = read, (count - read) * size
-                moved = zip(places, self._widths, strict=True)
-                pass_.buffers = pointers([place + skipped * width for place, width in moved])
-                self._run(middle, end, pass_)
+            if read is None or middle == end:
+                return
+            few = [buffer[read] for buffer in self._blocks(memory, starts, count, buffers)]
+            pass_.rows, pass_.buffers = len(read), pointers([buffer.data_ptr() for buffer in few])
+            self._run(middle, end, pass_)
+            rows[read] = few[HIDDEN]
+
+    def _blocks(
+        self, memory: Tensor, starts: list[int], count: int, buffers: Mapping[int, Tensor]
+    ) -> Iterator[Tensor]:
+        """All buffers as [count, ..]: the caller's, and those in `memory`."""
+        for number, (start, width) in enumerate(zip(starts, self._widths, strict=True)):
+            own = memory[start * _LINE :].view(self._dtype)
+            yield buffers[number] if number in buffers else own[: count * width].view(count, width)
 
     def _run(self, start: int, end: int, pass_: Pass) -> None:
         address = ctypes.addressof(self._table) + start * ctypes.sizeof(Operation)

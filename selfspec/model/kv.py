@@ -251,6 +251,10 @@ class Span:
     read: int | None = None  # rows at the end whose output is read; None: all
 
     @property
+    def read_count(self) -> int:
+        return self.count if self.read is None else min(self.read, self.count)
+
+    @property
     def positions(self) -> Sequence[int]:
         """One for each row; siblings share theirs."""
         if self.parents is None:

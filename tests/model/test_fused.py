@@ -304,30 +304,33 @@ def test_a_long_prompt_runs_in_blocks_with_the_same_bits(monkeypatch: pytest.Mon
         assert torch.equal(torch.stack(states(6)), expected)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("beside", [0, 3])  # rows of another text, which are all read
 @pytest.mark.parametrize("family", ["llama", "cohere", "gpt_neox", "gemma2"])
 def test_rows_that_nobody_reads_leave_the_last_layer_early(
-    monkeypatch: pytest.MonkeyPatch, family: str
+    monkeypatch: pytest.MonkeyPatch, family: str, beside: int
 ) -> None:
     """What is read has the same bits, and so do keys and values, which later rows read."""
     backbone, ids = Backbone(make_model(family), executor="fused"), random_ids(50)[0]
+    layers, host = backbone.num_layers, ids.device
 
     def outputs(read: int | None) -> list[Tensor]:
-        kv, hidden = KVCache(backbone.num_layers), backbone.embed(ids[:40])
-        rows, states = Rows.of(kv, 0, 40, ids.device, read=read), {3: list[Tensor]()}
-        output = backbone.run(hidden, 0, backbone.num_layers, rows, states)
-        after = Rows.of(kv, 40, 10, ids.device)
-        later = backbone.run(backbone.embed(ids[40:]), 0, backbone.num_layers, after)
+        kv, states = KVCache(layers), {3: list[Tensor]()}
+        rows = Rows.of(kv, 0, 40, host, read=read)
+        if beside:
+            rows = Rows.joined([rows, Rows.of(KVCache(layers), 0, beside, host)])
+        output = backbone.run(backbone.embed(ids[: 40 + beside]), 0, layers, rows, states)
+        later = backbone.run(backbone.embed(ids[40:]), 0, layers, Rows.of(kv, 40, 10, host))
         return [torch.cat(states[3]), later, output]
 
-    with torch.inference_mode():
-        *expected, full = outputs(None)
-        for size in (1024, 16):
-            monkeypatch.setattr("selfspec.model.fused._BLOCK_ROWS", size)
-            for read in (0, 1, 10, 40):
-                *others, output = outputs(read)
-                assert all(map(torch.equal, others, expected))
-                assert torch.equal(output[40 - read :], full[40 - read :])
-                assert torch.equal(output, full) == (read == 40)
+    *expected, full = outputs(None)
+    for size in (1024, 16):
+        monkeypatch.setattr("selfspec.model.fused._BLOCK_ROWS", size)
+        for read in (0, 1, 10, 40):
+            *others, output = outputs(read)
+            assert all(map(torch.equal, others, expected))
+            assert torch.equal(output[40 - read :], full[40 - read :])
+            assert torch.equal(output, full) == (read == 40)
 
 
 # --- several texts in one pass
