@@ -29,10 +29,10 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27_435,
+    "tests/": 27_441,
     "model": 6897,
     "decoding": 4746,
-    "training": 3712,
+    "training": 3713,
     "eval": 2795,
     "eval/": 3438,
     "cli": 3246,

@@ -274,7 +274,8 @@ class Calibration:
 def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int = 2) -> Calibration:
     """Measure, fit temperatures, and choose layers, thresholds and bounds by the cost model."""
     scores = score(heads, text.batches()) if text.answers else {}
-    if not any(len(first.right) for first, _ in scores.values()):
+    # heads that attend draft no second token of a text
+    if not (positions := max((len(first.right) for first, _ in scores.values()), default=0)):
         raise InvalidData("the text holds no answers to measure. Give another --data")
     reliabilities, drafts = dict[int, Reliability](), dict[int, list[tuple[Tensor, Tensor]]]()
     candidates = dict[int, list[float]]()
@@ -302,7 +303,7 @@ def calibrate(heads: ExitHeads, text: Selection, costs: Costs, most_layers: int 
                         yield Setting(layers, taus, width, rate, gain)
 
     return Calibration(
-        positions=text.answers,
+        positions=positions,
         coverage=coverage(heads, text.batches()),
         layers=reliabilities,
         setting=max(settings(), key=lambda setting: setting.speed_up),

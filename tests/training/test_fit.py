@@ -326,11 +326,17 @@ def stop_after(count: int) -> fitting.Show:
 
 def test_heads_that_attend_have_no_draft_of_a_second_token(backbone: Backbone) -> None:
     pairs = [Conversation((1, 2), ((1, 2),))] * 2
-    job = make_job(backbone, pairs, epochs=1, head_type="eagle3", exit_layers=(0,))
+    options: dict[str, Any] = {"head_type": "eagle3", "exit_layers": (0,), "epochs": 1}
+    job = make_job(backbone, pairs, **options)
     result = fitting.fit(job)
     assert result.metrics["layers"]["0"]["positions"] == 0
     with pytest.raises(InvalidData, match="no answers to measure"):
         records.calibrate(result.heads, job.validation, CHEAP)
+    texts = [Conversation((1, 2, 3, 4), ((1, 4),))] * 2
+    text = make_job(backbone, texts, **options).validation
+    calibration = records.calibrate(result.heads, text, CHEAP)
+    assert 0 < calibration.positions < text.answers
+    assert calibration.positions == fitting.agreements(result.heads, text.batches())[0].positions
 
 
 def test_a_killed_fit_ends_the_same(backbone: Backbone, talks: Talks, tmp_path: Path) -> None:
