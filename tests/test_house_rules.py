@@ -29,8 +29,8 @@ NOT_IN_RUNTIME = ("datasets", "matplotlib")
 LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
-    "tests/": 27_441,
-    "model": 6897,
+    "tests/": 27_443,
+    "model": 6898,
     "decoding": 4746,
     "training": 3713,
     "eval": 2795,

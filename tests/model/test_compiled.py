@@ -442,10 +442,12 @@ def test_loading_leaves_out_threads_without_a_free_core(machine: Machine) -> Non
         return machine.wall_s
 
     machine.team = Team(tick, lambda: machine.processor_s, 2)
+    torch.set_num_threads(4)  # more than the cores, as in a container with a limit
     for machine.others in (0.0, 1.0):
         with machine.team.probed():
             assert torch.get_num_threads() == 2 - machine.others
-    assert torch.get_num_threads() == 2
+        assert machine.team.crowded == (machine.others > 0.0)
+    assert torch.get_num_threads() == 4
 
 
 def test_the_users_number_of_threads_is_restored_after_a_round(machine: Machine) -> None:
