@@ -30,7 +30,7 @@ LABORATORY = ("eval", "tests", "training")
 
 MOST_LINES = {
     "tests/": 27_443,
-    "model": 6898,
+    "model": 6897,
     "decoding": 4746,
     "training": 3713,
     "eval": 2795,

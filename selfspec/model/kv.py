@@ -320,12 +320,11 @@ class Rows:
 
     def blocks(self, hidden: Tensor, most: int) -> Iterator[tuple[Tensor, Rows]]:
         """The block [T, d] and its rows, a single chain, in parts of up to `most` rows."""
-        span, before = self.span, 0
+        span = self.span
+        start, read = span.start, span.read  # rows that are read may lie in two parts
         for block in hidden.split(most):
-            after = span.count - before - len(block)
-            read = None if span.read is None else max(span.read - after, 0)
-            yield block, Rows.of(span.kv, span.start + before, len(block), self.device, None, read)
-            before += len(block)
+            yield block, Rows.of(span.kv, start, len(block), self.device, None, read)
+            start += len(block)
 
 
 def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
